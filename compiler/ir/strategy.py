@@ -23,8 +23,8 @@ states, which the host updates; or the activations that it saves for its backwar
 
 TpMode = Literal["tensor", "sequence", "data"]
 """What a tp axis shards in a region: "tensor", the weights; "sequence", also the activations
-between them; "data", the batch (after dp), with unsharded weights, while other regions shard
-theirs."""
+between them; "data", the batch (after dp), with whole weights, over which ZeRO then shards as over
+dp, while other regions shard theirs."""
 
 TP_MODES: tuple[TpMode, ...] = get_args(TpMode)
 
@@ -61,7 +61,7 @@ class Degrees(NamedTuple):
 
     @property
     def zero_ranks(self) -> int:
-        """Ranks that ZeRO shards over."""
+        """Ranks that ZeRO shards over, where tp does not shard the batch."""
         return self.batch_ranks * self.cp // self.replicas
 
 
@@ -146,9 +146,9 @@ class UniformStrategy:
     dp: Positive = 1
     tp: Positive = 1
     zero: Annotated[int, Limits(0, 3)] = 0
-    """ZeRO level on dp, ep and cp. 0: nothing is sharded, 1: optimizer states, 2: also gradients,
-    3: also parameters. A step without microbatches runs 1 as 2: no gradient is unsharded for longer
-    than its region."""
+    """ZeRO level on dp, ep and cp, and on tp where that shards the batch. 0: nothing is sharded, 1:
+    optimizer states, 2: also gradients, 3: also parameters. A step without microbatches runs 1 as
+    2: no gradient is unsharded for longer than its region."""
     sequence_parallel: bool = False
     """Whether tp shards the sequence of activations between tensor-parallel ops."""
     recompute: Recompute = "none"
@@ -178,7 +178,7 @@ class UniformStrategy:
         if self.tp > 1:
             degrees.append(f"tp{self.tp}" + _TP_SUFFIX[self.tp_mode])
         words = [" x ".join(degrees) or "one device"]
-        if self.zero and self.degrees.zero_ranks > 1:
+        if self.zero and self.zero_ranks > 1:
             words.append(f"zero{self.zero}")
         if self.recompute != "none":
             words.append(f"recompute {self.recompute}")
@@ -192,6 +192,11 @@ class UniformStrategy:
     def degrees(self) -> Degrees:
         """The axes of the mesh of one stage."""
         return Degrees(self.dp, self.cp, self.tp, self.ep, self.dp_shard)
+
+    @property
+    def zero_ranks(self) -> int:
+        """Ranks that ZeRO shards over: with those of tp where it shards the batch."""
+        return self.degrees.zero_ranks * (self.tp if self.batch_on_tp else 1)
 
     @property
     def tp_mode(self) -> TpMode:

@@ -31,7 +31,7 @@ from meshfold.ir.op_graph import (
     Value,
 )
 from meshfold.ir.spmd import INVARIANT, REPLICATE, Layout, PaddedShard, Shard, is_legal
-from meshfold.ir.strategy import Offload, RegionTyping
+from meshfold.ir.strategy import Offload, RegionTyping, TpMode
 from meshfold.passes.graph.reads import ProgramReads, program_reads
 from meshfold.passes.graph.typed import layouts_of_values
 from meshfold.passes.price.parameters import copy_bytes, local_update, stored_bytes
@@ -49,16 +49,16 @@ class SlotFacts:
 
 
 def program_shards(
-    folded: FoldedGraph, typings: Sequence[RegionTyping], mesh: Mesh
+    folded: FoldedGraph, typings: Sequence[RegionTyping], mesh: Mesh, mode: TpMode = "tensor"
 ) -> list[dict[int, Layout]]:
     """Parameter slot -> its layout when also sharded on the axes of ZeRO, of each region, for
     those that can be: some dim divides, or nearly, and the ops read it through a bucket. A
     parameter that several slots read is sharded on the axes on which all of them gather it: it is
-    stored once."""
+    stored once. mode: of tp in these typings."""
     pairs = list(zip((r.graph for r in folded.regions), typings, strict=True))
-    axes = [gathered_axes(graph, typing, mesh) for graph, typing in pairs]
+    axes = [gathered_axes(graph, typing, mesh, mode) for graph, typing in pairs]
     for group in folded.tied_slots:
-        common = [k for k in zero_axes(mesh) if all(k in axes[r][i] for r, i in group)]
+        common = [k for k in zero_axes(mesh, mode) if all(k in axes[r][i] for r, i in group)]
         for r, i in group:
             axes[r][i] = common
     found = [zero_layouts(*pair, mesh, of) for pair, of in zip(pairs, axes, strict=True)]
@@ -75,9 +75,11 @@ def program_shards(
     return found
 
 
-def gathered_axes(graph: OpGraph, typing: RegionTyping, mesh: Mesh) -> dict[int, list[int]]:
-    """Parameter slot -> axes of ZeRO on which the ops want it unsharded."""
-    axes = zero_axes(mesh)
+def gathered_axes(
+    graph: OpGraph, typing: RegionTyping, mesh: Mesh, mode: TpMode = "tensor"
+) -> dict[int, list[int]]:
+    """Parameter slot -> axes of ZeRO on which the ops want it unsharded. mode: of tp."""
+    axes = zero_axes(mesh, mode)
     wanted = layouts_of_values(graph, typing)
     return {
         i: [k for k in axes if all(layout[k] == REPLICATE for layout in wanted[i][1])]
@@ -205,9 +207,11 @@ MOST_PADDING = 1.25
 """Most bytes of a shard relative to the even share: with more, a parameter is not sharded."""
 
 
-def zero_axes(mesh: Mesh) -> tuple[int, ...]:
-    """The axes that ZeRO shards over; on ep, only parameters of no expert."""
-    return tuple(k for k, a in enumerate(mesh.axes) if a.name in ZERO_AXES and a.size > 1)
+def zero_axes(mesh: Mesh, mode: TpMode = "tensor") -> tuple[int, ...]:
+    """The axes that ZeRO shards over: on ep, only parameters of no expert; tp, where its mode is to
+    shard the batch."""
+    names = (*ZERO_AXES, "tp") if mode == "data" else ZERO_AXES
+    return tuple(k for k, a in enumerate(mesh.axes) if a.name in names and a.size > 1)
 
 
 def zero3_layout(value: Value, stored: Layout, mesh: Mesh, axes: Sequence[int]) -> Layout:
@@ -236,9 +240,10 @@ def zero3_layout(value: Value, stored: Layout, mesh: Mesh, axes: Sequence[int]) 
     return _padded_layout(value, stored, mesh, axes[0]) if axes else stored
 
 
-def sharded_layout(value: Value, layout: Layout, mesh: Mesh) -> Layout:
-    """`layout` with the parameter also sharded on the axes of ZeRO, where it is not yet."""
-    axes = [k for k in zero_axes(mesh) if layout[k] == INVARIANT]
+def sharded_layout(value: Value, layout: Layout, mesh: Mesh, mode: TpMode = "tensor") -> Layout:
+    """`layout` with the parameter also sharded on the axes of ZeRO, where it is not yet. mode: of
+    tp."""
+    axes = [k for k in zero_axes(mesh, mode) if layout[k] == INVARIANT]
     return zero3_layout(value, layout, mesh, axes) if axes else layout
 
 
@@ -257,11 +262,11 @@ def _padded_layout(value: Value, stored: Layout, mesh: Mesh, axis: int) -> Layou
 
 
 def whole_notes(
-    graph: OpGraph, layouts: Sequence[Layout], slots: Iterable[int], mesh: Mesh
+    graph: OpGraph, layouts: Sequence[Layout], slots: Iterable[int], mesh: Mesh, mode: TpMode
 ) -> list[str]:
     """What a plan says of parameters in these slots that ZeRO was to shard and did not. layouts: of
-    all slots. Nothing of those that ops read as shards on all axes of ZeRO."""
-    axes = zero_axes(mesh)
+    all slots; mode: of tp. Nothing of those that ops read as shards on all axes of ZeRO."""
+    axes = zero_axes(mesh, mode)
     num_ranks = math.prod(mesh.sizes[axis] for axis in axes) // mesh.replicas
     notes = []
     for i in slots:
@@ -269,7 +274,7 @@ def whole_notes(
         name = f"{graph.slots[i].name} {list(value.shape)}"
         if all(stored[axis].is_shard for axis in axes):
             continue
-        if sharded_layout(value, stored, mesh) == stored:
+        if sharded_layout(value, stored, mesh, mode) == stored:
             notes.append(unsharded_note(name, num_ranks))
         else:
             notes.append(

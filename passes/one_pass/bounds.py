@@ -136,7 +136,7 @@ def least_compute_s(graph: OpGraph, costs: CostModel) -> tuple[float, float]:
 
 def _reduction(graph: OpGraph, typing: RegionTyping, costs: CostModel) -> _Reduction:
     """What the backward waits for: parameters that the ops read unsharded on dp, sharded over tp,
-    and over ep, where only those of experts are."""
+    or whole where tp shards the batch, and over ep, where only those of experts are."""
     mesh = costs.mesh
     demands = layouts_of_values(graph, typing)
     read = [
@@ -151,15 +151,18 @@ def _reduction(graph: OpGraph, typing: RegionTyping, costs: CostModel) -> _Reduc
     stored = sum(stored_bytes(v, (), ()) for v in read) // num_shards
     batch_axes = [k for k, name in enumerate(mesh.names) if name != "tp"]
 
-    groups: list[tuple[CostModel, Sequence[int]]] = [(costs, (0,)), (costs, batch_axes)]
+    # (costs, axes, shards of tp that they move): where tp shards the batch, whole parameters.
+    groups: list[tuple[CostModel, Sequence[int], int]] = [(costs, (0,), 1), (costs, batch_axes, 1)]
+    groups.append((costs, range(len(mesh.axes)), num_shards))
     if mesh.replicas > 1:
         names = list(enumerate(costs.storage.mesh.names))
-        groups.append((costs.storage, [k for k, name in names if name == SHARD_AXIS]))
-        within = [k for k, name in names if name not in (REPLICATE_AXIS, "tp")]
-        groups.append((costs.storage, within))
+        groups.append((costs.storage, [k for k, name in names if name == SHARD_AXIS], 1))
+        within = [k for k, name in names if name != REPLICATE_AXIS]
+        groups.append((costs.storage, within, num_shards))
+        groups.append((costs.storage, [k for k in within if names[k][1] != "tp"], 1))
 
     def least_s(kind: str, num_bytes: int) -> float:
-        return min(of.collective_s(kind, num_bytes, axes) for of, axes in groups)
+        return min(of.collective_s(kind, n * num_bytes, axes) for of, axes, n in groups)
 
     gather_s, scatter_s = least_s("all_gather", gathered), least_s("reduce_scatter", stored)
     return _Reduction(stored, gathered, least_s("all_reduce", stored), gather_s, scatter_s)

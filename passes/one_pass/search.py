@@ -236,7 +236,7 @@ class MeshPlanner:
     @cached_property
     def _shards(self) -> dict[TpMode, list[dict[int, Layout]]]:
         return {
-            mode: program_shards(self.folded, program.typings, self.mesh)
+            mode: program_shards(self.folded, program.typings, self.mesh, mode)
             for mode, program in self.programs.items()
         }
 
@@ -260,16 +260,21 @@ class MeshPlanner:
         return min(x.time_s for x in found if x is not None) + self.costs.launch_s
 
     def _chains(self) -> Iterator[CandidateChain]:
-        """Candidates that may stand together: one layout per tied parameter."""
+        """Candidates that may stand together: one layout per tied parameter. Where modes differ in
+        it, all regions that hold one are in the same mode, and the others in any."""
         ties = {c.ties for of in self.candidates for c in of} - {None}
-        modes: list[tuple[TpMode, ...]] = [(mode,) for mode in self.programs]
-        if len(modes) > 1 and self._modes_agree():
-            modes = [tuple(self.programs)]
-        for allowed in modes:
+        everything = tuple(self.programs)
+        held: list[tuple[TpMode, ...]] = [(mode,) for mode in everything]
+        if len(held) > 1 and self._modes_agree():
+            held = [everything]
+        for of_tied in held:
             for tie in sorted(ties, key=bool) or [None]:
                 candidates = [
                     [c for c in of if c.strategy.tp_mode in allowed and c.ties in (None, tie)]
-                    for of in self.candidates
+                    for of, allowed in (
+                        (of, of_tied if facts.tied else everything)
+                        for of, facts in zip(self.candidates, self._facts, strict=True)
+                    )
                 ]
                 if all(candidates):
                     yield CandidateChain(

@@ -38,11 +38,12 @@ NODE = "tp leaves the node"
 CONTEXT = "cp while the batch can be cut further"
 EXPERTS = "no experts to share"
 GRADIENTS = "zero 1 in one pass is zero 2"
+MIXED = "tp as dp beside pinned degrees"
 NO_ZERO = "dp_shard without ZeRO"
-PRUNING_RULES = (NODE, CONTEXT, EXPERTS, GRADIENTS)
+PRUNING_RULES = (NODE, CONTEXT, EXPERTS, GRADIENTS, MIXED)
 """Rules of the tree that can be switched off."""
 
-RESTRICTIONS = (NODE, CONTEXT, SAVED_EAGER, SAVED_ONCE)
+RESTRICTIONS = (NODE, CONTEXT, MIXED, SAVED_EAGER, SAVED_ONCE)
 """Rules that may take what wins: no bound covers what they leave out, and plans say so."""
 
 
@@ -90,7 +91,8 @@ class SearchSpec:
     """Whether the optimizer has states."""
 
     has_feature_maps: bool = False
-    """Whether the model passes on feature maps: they have no sequence, so tp shards the batch."""
+    """Whether the model passes on feature maps: they have no sequence, so tp shards the batch, also
+    over several nodes and where its degree is pinned."""
 
     sequences: Collection[int] = ()
     """Sizes of the sequences that the model passes on; cp is offered where it divides one."""
@@ -115,16 +117,17 @@ def grow_tree(spec: SearchSpec) -> Tree:
 
     Raises OptionError naming the pin, or the batch, when none is left.
     """
-    maps = spec.has_feature_maps
     choices = _choices_of_axes(spec)
-    num_strategies = sum(_num_strategies(d, maps) for d in choices)
+    num_strategies = sum(_num_strategies(d) for d in choices)
     pruned: Counter[str] = Counter()
     for name, is_pruned in ((EXPERTS, _has_no_experts), (CONTEXT, can_shard_batch)):
         offered = [d for d in choices if not is_pruned(d, spec)]
-        pruned[name] = sum(_num_strategies(d, maps) for d in choices if d not in offered)
+        pruned[name] = sum(_num_strategies(d) for d in choices if d not in offered)
         choices = offered
-    everything = [strategy for degrees in choices for strategy in strategies_on(degrees, maps=maps)]
-    left = everything
+    left = [strategy for degrees in choices for strategy in strategies_on(degrees)]
+    if _keeps_degrees(spec):
+        pruned[MIXED] = sum(strategy.batch_on_tp for strategy in left)
+        left = [strategy for strategy in left if not strategy.batch_on_tp]
     for name, keeps in _rules(spec):
         remaining = [strategy for strategy in left if keeps(strategy)]
         if not remaining:
@@ -200,10 +203,10 @@ def can_shard_batch(degrees: Degrees, spec: SearchSpec, microbatches: int = 1) -
     return may_shard_batch(spec) and not rest and math.gcd(degrees.cp, of_rank) > 1
 
 
-def strategies_on(degrees: Degrees, *, maps: bool = False) -> Iterator[UniformStrategy]:
-    """The strategies on one choice of axes. maps: SearchSpec.has_feature_maps."""
-    for sequence_parallel, batch_on_tp in _modes(degrees, maps):
-        for zero in _zero_levels(degrees):
+def strategies_on(degrees: Degrees) -> Iterator[UniformStrategy]:
+    """The strategies on one choice of axes."""
+    for sequence_parallel, batch_on_tp in _modes(degrees):
+        for zero in _zero_levels(degrees, batch_on_tp):
             for recompute in get_args(Recompute):
                 for offload in get_args(Offload):
                     yield UniformStrategy(
@@ -216,22 +219,36 @@ def strategies_on(degrees: Degrees, *, maps: bool = False) -> Iterator[UniformSt
                     )
 
 
-def _modes(degrees: Degrees, maps: bool) -> list[tuple[bool, bool]]:
+def _modes(degrees: Degrees) -> list[tuple[bool, bool]]:
     """What tp may do, as (sequence_parallel, batch_on_tp). Beside cp it does not
     take the batch: cp is there because there is none left to shard; nor with ep."""
     modes = [(False, False), (True, False), (False, True)]
-    takes_batch = maps and degrees.cp == degrees.ep == 1
+    takes_batch = degrees.cp == degrees.ep == 1
     return modes[: (3 if takes_batch else 2) if degrees.tp > 1 else 1]
 
 
-def _zero_levels(degrees: Degrees) -> tuple[int, ...]:
-    return ZERO_LEVELS if degrees.zero_ranks > 1 else (0,)
+def _zero_levels(degrees: Degrees, batch_on_tp: bool) -> tuple[int, ...]:
+    shards = degrees.zero_ranks > 1 or (batch_on_tp and degrees.tp > 1)
+    return ZERO_LEVELS if shards else (0,)
 
 
-def _num_strategies(degrees: Degrees, maps: bool) -> int:
+def _num_strategies(degrees: Degrees) -> int:
     """How many strategies_on gives."""
     below = len(get_args(Recompute)) * len(get_args(Offload))
-    return len(_modes(degrees, maps)) * len(_zero_levels(degrees)) * below
+    return below * sum(len(_zero_levels(degrees, on_tp)) for _, on_tp in _modes(degrees))
+
+
+def _keeps_degrees(spec: SearchSpec) -> bool:
+    """Whether MIXED is in force: who pins dp or tp wants these degrees in all layers. Feature maps
+    tp shards in no other way."""
+    is_pinned = "dp" in spec.pins or "tp" in spec.pins
+    return is_pinned and not spec.has_feature_maps and MIXED not in spec.switched_off
+
+
+def _batch_ranks(strategy: UniformStrategy, spec: SearchSpec) -> int:
+    """Ranks that the batch divides over. A few regions on feature maps may run it whole on tp."""
+    on_tp = strategy.tp if strategy.batch_on_tp and not spec.has_feature_maps else 1
+    return strategy.degrees.batch_ranks * on_tp
 
 
 _Keeps = Callable[[UniformStrategy], bool]
@@ -241,7 +258,7 @@ def _rules(spec: SearchSpec) -> list[tuple[str, _Keeps]]:
     """Requirements: (name, whether a strategy meets it)."""
     rules: list[tuple[str, _Keeps]] = [
         (PINNED, lambda strategy: keeps_pins(strategy, spec.pins)),
-        (BATCH, lambda strategy: spec.batch_size % strategy.degrees.batch_ranks == 0),
+        (BATCH, lambda strategy: spec.batch_size % _batch_ranks(strategy, spec) == 0),
     ]
     if not spec.offers_offload:
         rules.append((UNASKED_OFFLOAD, lambda strategy: strategy.offload == "none"))
@@ -264,7 +281,7 @@ def _pruning_rules(left: Sequence[UniformStrategy], spec: SearchSpec) -> list[tu
     A tp axis that leaves the node pays the slow link in every op; it is pruned while a strategy
     inside a node, of no larger cp, is left, unless the axis may shard the batch in most regions and
     weights in few. In one pass no gradient waits for another microbatch, so ZeRO 1 is ZeRO 2.
-    CONTEXT and EXPERTS apply to the axes.
+    CONTEXT, EXPERTS and MIXED apply before.
     """
     per_node = spec.devices_per_node
     inside = min((strategy.cp for strategy in left if strategy.tp <= per_node), default=math.inf)
@@ -307,7 +324,8 @@ def _why_not(name: str, left: Sequence[UniformStrategy], spec: SearchSpec) -> st
     if name == PINNED:
         return _broken_pin(left, spec)
     if name == BATCH:
-        found = sorted({(strategy.dp, strategy.ep) for strategy in left})
+        of_dp = [strategy for strategy in left if not strategy.batch_on_tp] or left
+        found = sorted({(strategy.dp, strategy.ep) for strategy in of_dp})
         choices = ", ".join(f"dp={dp}" + (f" x ep={ep}" if ep > 1 else "") for dp, ep in found)
         return (
             f"a batch of {spec.batch_size} does not divide over {choices}; "

@@ -125,7 +125,8 @@ def _unsharded_notes(best: Priced, pinned: Collection[tuple[int, int]]) -> list[
                 and (r, i) not in pinned
                 and i not in candidate.sharded
             ]
-            found.update(whole_notes(region.graph, candidate.typing.slots, whole, best.mesh))
+            slots, mode = candidate.typing.slots, candidate.strategy.tp_mode
+            found.update(whole_notes(region.graph, slots, whole, best.mesh, mode))
     return sorted(found)
 
 

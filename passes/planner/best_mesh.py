@@ -24,7 +24,7 @@ from meshfold.passes.graph.reads import program_reads
 from meshfold.passes.memory.region import MemoryModel
 from meshfold.passes.one_pass.bounds import LeastCompute, Room, least_compute, least_step_s
 from meshfold.passes.one_pass.candidate_mesh import CandidateMesh
-from meshfold.passes.one_pass.priced import NoMeshFits, order_of
+from meshfold.passes.one_pass.priced import MeshPlan, NoMeshFits, order_of
 from meshfold.passes.one_pass.record import MeshRecord, search_stats
 from meshfold.passes.one_pass.search import MeshPlanner
 from meshfold.passes.one_pass.shortlist import (
@@ -229,7 +229,7 @@ class MeshRace:
                 left.remove(mesh)
                 if mesh.planner not in without:
                     state.pruned[BOUND] -= len(mesh.strategies)
-                plan = state.plans[mesh.planner] = mesh.planner.plan(limit_s)
+                plan = state.plans[mesh.planner] = self._planned(mesh.planner, limit_s)
                 if plan.best is None:
                     continue
                 found = Shortlisted(plan.best, mesh.planner)
@@ -256,8 +256,20 @@ class MeshRace:
                 left.remove(mesh)
         return None
 
+    def _planned(self, planner: MeshPlanner, incumbent_s: float) -> MeshPlan:
+        """The plan of a mesh; without a program in which tp is dp in all layers: that is one of the
+        mesh with so much more dp."""
+        plan = planner.plan(incumbent_s)
+        strategy = planner.strategies[0]
+        has_twin = self.request.batch_size % (strategy.dp * strategy.tp) == 0
+        is_free = self.options.pins.keys().isdisjoint(("dp", "tp"))
+        if plan.best and has_twin and is_free:
+            if all(c.strategy.batch_on_tp for c in plan.best.candidates):
+                return replace(plan, best=None)
+        return plan
+
     def _plan(self, planner: MeshPlanner, state: MeshRecord) -> None:
-        plan = state.plans[planner] = planner.plan(state.best_s)
+        plan = state.plans[planner] = self._planned(planner, state.best_s)
         if plan.best and (not state.best or order_of(plan.best) < order_of(state.best[0])):
             state.best = plan.best, planner
 

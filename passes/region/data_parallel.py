@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.mesh import Mesh
 from meshfold.ir.op_graph import Dependence, FoldedGraph, OpGraph, SlotKind
-from meshfold.ir.spmd import INVARIANT, PARTIAL, Layout, SpmdType
+from meshfold.ir.spmd import INVARIANT, PARTIAL, REPLICATE, Layout, SpmdType
 from meshfold.passes.graph.boundaries import Boundaries, batch_type
 from meshfold.passes.graph.typed import layouts_of_values
 from meshfold.passes.price.op_time import OpTimers, OpWorks
@@ -50,7 +50,7 @@ def batch_problem(
     it, whatever that costs, so the solution of one size serves the other.
 
     What is computed from parameters alone is not sharded with the batch: prices decide whether
-    ranks share its computation. Where that crosses between regions (T5's position bias), the batch
+    ranks share its computation. Where that crosses between regions without a gradient, the batch
     is followed for each size; inside a region (a position embedding) the first size's choice stands
     for all.
     """
@@ -62,7 +62,10 @@ def batch_problem(
         for table in rules
         for per_axis in table
     )
-    is_priced = any(value.depends is Dependence.PARAMETER for value in boundaries.values)
+    is_priced = any(
+        value.depends is Dependence.PARAMETER and not value.requires_grad
+        for value in boundaries.values
+    )
     return inputs, types, axis_size if is_priced else 0
 
 
@@ -76,12 +79,14 @@ def follow_batch(
     whole: frozenset[int] = frozenset(),
     *,
     sums: bool = False,
+    pending: bool = False,
 ) -> DataParallel:
     """Solve every region on the data parallel axis, axis 0 of the mesh of `costs`.
 
     rules[r]: rule table of region r on that axis alone. works: if at hand. whole: boundary classes
     that leave their regions unsharded. sums: whether results, and numbers between regions, may
-    leave as pending sums. Outputs besides the loss are gathered, and have no say."""
+    leave as pending sums. pending: what is made of parameters alone leaves so that its gradient is
+    a pending sum. Outputs besides the loss are gathered, and have no say."""
     costs = replace(costs, mesh=Mesh(costs.mesh.axes[:1]), within=costs.mesh)
     (axis_size,) = costs.mesh.sizes
     tables = SearchTables(costs, (AxisRole.DATA,), OpTimers(costs, works))
@@ -99,7 +104,7 @@ def follow_batch(
             if c in types
             else SUMS
             if sums and (c in full or not graph.values[v].shape)
-            else _leaving(graph, v, rules[r], batch)
+            else _leaving(graph, v, rules[r], batch, pending)
             for c, v, batch in zip(boundaries.outputs[r], graph.outputs, batches, strict=True)
         ]
         solution = _solve(graph, costs, tables, slots, outputs, rules[r])
@@ -157,9 +162,22 @@ def _as_batch(
     ]
 
 
-def _leaving(graph: OpGraph, v: int, rules: RuleTable, batch: SpmdType) -> list[Layout]:
+def _is_of_parameters(graph: OpGraph, v: int) -> bool:
+    """Whether an output is computed, from parameters alone, and trained: a table that all layers
+    read (T5's position bias). Shards of it would be gathered by every reader."""
+    value = graph.values[v]
+    is_computed = graph.producers[v] >= 0
+    return is_computed and value.requires_grad and value.depends is Dependence.PARAMETER
+
+
+def _leaving(
+    graph: OpGraph, v: int, rules: RuleTable, batch: SpmdType, pending: bool
+) -> list[Layout]:
     """Layouts in which an output may leave: Invariant, or a shard that its producer can compute.
-    A constant as large as the batch leaves sharded as the batch is. batch: its type if it does."""
+    A constant as large as the batch leaves sharded as the batch is. batch: its type if it does;
+    pending: as for follow_batch."""
+    if pending and _is_of_parameters(graph, v):
+        return [(REPLICATE,)]
     k = graph.producers[v]
     if k < 0:
         return [(INVARIANT,)]

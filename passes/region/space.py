@@ -25,7 +25,7 @@ from types import MappingProxyType
 
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.op_graph import FoldedGraph, OpGraph, SlotKind, Value
-from meshfold.ir.spmd import INVARIANT, Layout, Shard, SpmdType, is_legal
+from meshfold.ir.spmd import INVARIANT, REPLICATE, Layout, Shard, SpmdType, is_legal
 from meshfold.passes.graph.boundaries import Boundaries, find_boundaries, sequence_type
 from meshfold.passes.price.op_time import OpWorks
 from meshfold.passes.region.data_parallel import (
@@ -265,8 +265,9 @@ class SearchSpace:
         key = batch_problem(boundaries, axis_size, alone, batch_size)
         found = self.cache.followed.get(key)
         if found is None:
+            works = self.cache.works
             found = self.cache.followed[key] = follow_batch(
-                self.folded, boundaries, alone, self.costs, batch_size, self.cache.works
+                self.folded, boundaries, alone, self.costs, batch_size, works, pending=True
             )
         return found
 
@@ -303,6 +304,8 @@ class SearchSpace:
                 tp = self._batch_on_tp.types[boundary_class]
             elif dp.is_shard:
                 tp = Shard(dp.dim, dp.blocks * self.mesh.sizes[0])
+            elif dp == REPLICATE:
+                tp = dp
             return self._first_legal(value, self._layout(dp=dp, tp=tp), self._layout(dp=dp))
         if self.ep_axis is not None and not is_legal(
             value.shape, self._layout(dp=dp, ep=ep), self.mesh.sizes

@@ -123,7 +123,7 @@ def test_rows_that_stay_with_their_experts_take_no_time(folder: Path) -> None:
 def test_fixed_bytes_are_the_least_of_all_modes(folder: Path) -> None:
     graph, cluster = graph_of("llama", "bf16", folder), resolve_cluster("dgx-h100", 8)
     search = MeshSearch(graph, cluster, build_mesh(cluster, 4, 2), BATCH)
-    modes = list(strategies_on(Degrees(4, 1, 2), maps=True))
+    modes = list(strategies_on(Degrees(4, 1, 2)))
 
     def fixed_bytes(of: list[UniformStrategy]) -> int:
         return MeshPlanner(graph, cluster, search, of, CompileOptions(), PROBER).fixed_bytes

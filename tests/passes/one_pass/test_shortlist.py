@@ -81,7 +81,7 @@ def test_the_simulated_step_decides_among_meshes_that_are_close(
 
 
 def test_the_winner_need_not_be_the_best_by_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = plan()
+    first = plan(pins={"tp": 1})
 
     def swapped(plans):
         (found, *_) = rank_shortlist(plans)
@@ -90,7 +90,7 @@ def test_the_winner_need_not_be_the_best_by_the_sum(monkeypatch: pytest.MonkeyPa
         return [replace(found, priced=slower)]
 
     monkeypatch.setattr(planner, "rank_shortlist", swapped)
-    second = plan()
+    second = plan(pins={"tp": 1})
     assert second.time.step_s == pytest.approx(2 * first.time.step_s)
     # The proof stays one of the sum.
     assert second.search.lower_bound_s == first.search.lower_bound_s and second.gap > 0.9

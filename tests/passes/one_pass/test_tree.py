@@ -9,6 +9,7 @@ from meshfold.passes.one_pass.tree import (
     CONTEXT,
     EXPERTS,
     GRADIENTS,
+    MIXED,
     NO_HOST_LINK,
     NO_HOST_MEMORY,
     NO_STATES,
@@ -50,8 +51,14 @@ def test_four_devices() -> None:
         "dp2 x tp2+sp",
         "dp2 x tp2+sp, zero2",
         "dp2 x tp2+sp, zero3",
+        "dp2 x tp2 as dp",
+        "dp2 x tp2 as dp, zero2",
+        "dp2 x tp2 as dp, zero3",
         "tp4",
         "tp4+sp",
+        "tp4 as dp",
+        "tp4 as dp, zero2",
+        "tp4 as dp, zero3",
     ]
     assert len(tree(4).strategies) == 3 * len(plain)
     assert "dp4, zero3, recompute full" in {strategy.label for strategy in tree(4).strategies}
@@ -71,10 +78,30 @@ def test_where_feature_maps_pass_tp_may_take_the_batch() -> None:
         "dp2 x tp2 as dp, zero2",
         "dp2 x tp2 as dp, zero3",
         "tp4 as dp",
+        "tp4 as dp, zero2",
+        "tp4 as dp, zero3",
     ]
     without = tree(4, per_node=4)
-    rest = [s for s in found.strategies if s.tp_mode != "data" and not s.dp_shard]
+    rest = [s for s in found.strategies if not s.dp_shard]
     assert rest == list(without.strategies)
+
+
+def test_who_pins_degrees_has_them_in_all_layers() -> None:
+    """A restriction that plans name. Feature maps are sharded on tp in no other way."""
+    for pins in ({"tp": 2}, {"dp": 2}):
+        found = tree(4, pins=pins)
+        assert not any(s.batch_on_tp for s in found.strategies) and found.pruned[MIXED] > 0
+        assert found.num_strategies == len(found.strategies) + sum(found.pruned.values())
+        for spec in ({"switched_off": (MIXED,)}, {"has_feature_maps": True}):
+            assert any(s.batch_on_tp for s in tree(4, pins=pins, **spec).strategies)
+    assert MIXED in RESTRICTIONS and MIXED not in tree(4, pins={"zero": 3}).pruned
+
+
+def test_tp_is_dp_where_the_batch_divides_over_both() -> None:
+    found = tree(4, batch_size=2).strategies
+    assert {(s.dp, s.tp) for s in found if s.batch_on_tp} == set()
+    maps = tree(4, batch_size=2, has_feature_maps=True).strategies
+    assert {(s.dp, s.tp) for s in maps if s.batch_on_tp} == {(2, 2), (1, 4)}
 
 
 def test_one_device_keeps_or_recomputes() -> None:
@@ -110,7 +137,8 @@ def test_offload_comes_on_request() -> None:
 def test_zero_1_in_one_pass_is_zero_2() -> None:
     """Gradients are reduce-scattered as they come; it is offered where somebody pins it."""
     assert {strategy.zero for strategy in tree(2).strategies} == {0, 2, 3}
-    assert tree(2).pruned[GRADIENTS] == 3
+    # Three ways to recompute, on dp2 and on tp2 as dp.
+    assert tree(2).pruned[GRADIENTS] == 2 * 3
     assert {strategy.zero for strategy in tree(2, switched_off=(GRADIENTS,)).strategies} == {
         0,
         1,
@@ -132,12 +160,13 @@ def test_offload_needs_a_link_to_the_host_and_states() -> None:
     }
     linked = tree(2, allow_offload=True, host_bytes_per_s=1e9)
     assert {strategy.offload for strategy in linked.strategies} == {"none", "activations"}
-    assert linked.pruned[NO_HOST_MEMORY] == 3 * (4 + 2)
+    assert linked.pruned[NO_HOST_MEMORY] == 3 * (4 + 2 + 4)
     stateless = tree(2, allow_offload=True, **hosts, has_states=False)
     assert {strategy.offload for strategy in stateless.strategies} == {"none", "activations"}
     assert NO_HOST_LINK not in known.pruned and stateless.pruned[NO_STATES] > 0
-    # Two ways to offload, three to recompute; four ZeRO levels on dp2, tp2 with and without sp.
-    assert tree(2, allow_offload=True).pruned[NO_HOST_LINK] == 2 * 3 * (4 + 2)
+    # Two ways to offload, three to recompute; four ZeRO levels on dp2 and on tp2 as dp, one on tp2,
+    # with and without sp.
+    assert tree(2, allow_offload=True).pruned[NO_HOST_LINK] == 2 * 3 * (4 + 2 + 4)
 
 
 def test_states_go_to_the_host_only_where_somebody_asks() -> None:
@@ -218,8 +247,8 @@ def test_pins_of_offload_that_cannot_be_kept_name_themselves(pins, spec, message
 def test_batch_that_does_not_divide_is_pruned() -> None:
     found = tree(4, batch_size=6)
     assert {strategy.dp for strategy in found.strategies} == {1, 2}
-    # dp4: four ZeRO levels, three ways to recompute, three to offload.
-    assert found.pruned[BATCH] == 4 * 3 * 3
+    # dp4, dp2 x tp2 as dp and tp4 as dp: four ZeRO levels, three ways to recompute and to offload.
+    assert found.pruned[BATCH] == 3 * 4 * 3 * 3
 
 
 def test_tp_stays_inside_a_node_while_it_can() -> None:

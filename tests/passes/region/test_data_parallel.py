@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from support.graphs.op_graphs import GraphBuilder, costs_on, folded_stack, mlp
+from support.models.hugging_face import BATCH, tiny_model
 
 from meshfold.capture.pipeline import capture
 from meshfold.ir.mesh import Mesh, MeshAxis
@@ -153,11 +154,29 @@ def test_zero3_layout_inside_of_replicas(shape, stored, expected):
 
 
 def test_what_regions_take_that_is_made_of_parameters_is_followed_per_size() -> None:
-    """As T5's position bias is. The rules are those of one size: they agree."""
+    """As a table of positions is that has no gradient. The rules are those of one size: they
+    agree. What has a gradient is computed by all ranks."""
     folded = folded_stack(num_layers=3)
     boundaries = find_boundaries(folded)
     rules = [region_rules(region.graph, (2,)) for region in folded.regions]
-    bias = Value((1, 4, 8, 8), "float32", True, Dependence.PARAMETER)
-    for values, num_keys in ((boundaries.values, 1), ((*boundaries.values, bias), 2)):
+    table = Value((1, 4, 8, 8), "float32", False, Dependence.PARAMETER)
+    trained = replace(table, requires_grad=True)
+    plain = boundaries.values
+    for values, num_keys in ((plain, 1), ((*plain, trained), 1), ((*plain, table), 2)):
         of = replace(boundaries, values=values)
         assert len({batch_problem(of, size, rules, batch_size=4) for size in (2, 4)}) == num_keys
+
+
+def test_a_table_made_of_parameters_is_computed_by_all_ranks() -> None:
+    """T5's position bias: no layer gathers rows of it, or sums its gradient."""
+    folded = capture(*tiny_model("t5", layers=3)).graph
+    _, costs, _ = costs_on(2, 1)
+    rules = [region_rules(region.graph, (2,)) for region in folded.regions]
+    boundaries = find_boundaries(folded)
+    found = follow_batch(folded, boundaries, rules, costs, BATCH, pending=True)
+    tables = [
+        t
+        for t, value in zip(found.types, boundaries.values, strict=True)
+        if value.depends is Dependence.PARAMETER and value.requires_grad
+    ]
+    assert tables and set(tables) == {REPLICATE}
