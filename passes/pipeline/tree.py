@@ -101,6 +101,12 @@ class PipelineTree:
         return _num_kinds(degrees, self.kinds)
 
 
+def degrees_order(degrees: UniformStrategy) -> tuple[int, ...]:
+    """What decides between equal bounds and equal steps of degrees."""
+    d = degrees
+    return d.pp, *d.degrees, d.microbatches, int(d.sequence_parallel)
+
+
 def grow_pipelines(spec: SearchSpec, num_layers: int) -> PipelineTree:
     """Every candidate that no rule prunes. Raises OptionError naming the rule, and the pins, when
     none is left."""
