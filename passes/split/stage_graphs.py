@@ -13,17 +13,15 @@ read is in each of them.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from meshfold.errors import OptionError
 from meshfold.ir.op_graph import (
-    Arg,
     FoldedGraph,
     Instance,
     OpGraph,
     OutputInfo,
-    Ref,
     Region,
     Source,
     SourceKind,
@@ -32,7 +30,7 @@ from meshfold.ir.op_graph import (
 from meshfold.ir.spmd import Layout
 from meshfold.ir.strategy import RegionTyping
 from meshfold.passes.graph.places import op_place
-from meshfold.passes.rules.ops.random import draw_of
+from meshfold.passes.rules.ops.random import with_own_draw
 from meshfold.passes.split.stage_crossing import crossing_values
 
 
@@ -270,16 +268,7 @@ def _reduced_region(
     reduced = OpGraph(
         slots=tuple(graph.slots[i] for i in slots),
         values=tuple(graph.values[v] for v in order),
-        ops=tuple(
-            replace(
-                graph.ops[k],
-                args=tuple(_renumbered(a, number) for a in graph.ops[k].args),
-                kwargs=tuple((n, _renumbered(a, number)) for n, a in graph.ops[k].kwargs),
-                outputs=tuple(number[v] for v in graph.ops[k].outputs),
-                draw=draw_of(graph.ops[k], k),
-            )
-            for k in ops
-        ),
+        ops=tuple(with_own_draw(graph.ops[k], k).renumbered(number) for k in ops),
         outputs=tuple(number[graph.outputs[n]] for n in outputs),
     )
     reduced_typing = RegionTyping(
@@ -288,10 +277,3 @@ def _reduced_region(
         outputs=tuple(typing.outputs[n] for n in outputs),
     )
     return reduced, reduced_typing
-
-
-def _renumbered(arg: Arg, number: Mapping[int, int]) -> Arg:
-    """`arg` with its references renumbered."""
-    if isinstance(arg, Ref):
-        return Ref(number[arg.index])
-    return tuple(_renumbered(a, number) for a in arg) if isinstance(arg, tuple) else arg
