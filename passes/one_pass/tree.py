@@ -14,10 +14,9 @@ that is left out is counted under the first rule that takes it:
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Generic, TypeVar, get_args
 
 from meshfold.errors import OptionError
 from meshfold.ir.options import Mode, PinValue
@@ -44,6 +43,9 @@ PRUNING_RULES = (NODE, CONTEXT, EXPERTS, GRADIENTS)
 
 RESTRICTIONS = (NODE, CONTEXT, SAVED_EAGER, SAVED_ONCE)
 """Rules that may take what wins: no bound covers what they leave out, and plans say so."""
+
+
+LeafT = TypeVar("LeafT")
 
 
 def divisors(number: int) -> list[int]:
@@ -116,36 +118,58 @@ def grow_tree(spec: SearchSpec) -> Tree:
     Raises OptionError naming the pin, or the batch, when none is left.
     """
     maps = spec.has_feature_maps
-    choices = _choices_of_axes(spec)
-    num_strategies = sum(_num_strategies(d, maps) for d in choices)
-    pruned: Counter[str] = Counter()
-    for name, is_pruned in ((EXPERTS, _has_no_experts), (CONTEXT, can_shard_batch)):
-        offered = [d for d in choices if not is_pruned(d, spec)]
-        pruned[name] = sum(_num_strategies(d, maps) for d in choices if d not in offered)
-        choices = offered
-    everything = [strategy for degrees in choices for strategy in strategies_on(degrees, maps=maps)]
-    left = everything
+    axes = Left(_choices_of_axes(spec), lambda degrees: _num_strategies(degrees, maps))
+    num_strategies = axes.num_strategies
+    axes.prune(EXPERTS, lambda degrees: _has_no_experts(degrees, spec))
+    axes.prune(CONTEXT, lambda degrees: can_shard_batch(degrees, spec))
+    left = Left([s for d in axes.left for s in strategies_on(d, maps=maps)], lambda _: 1)
     for name, keeps in _rules(spec):
-        remaining = [strategy for strategy in left if keeps(strategy)]
-        if not remaining:
-            raise OptionError(_why_not(name, left, spec))
-        pruned[name] = len(left) - len(remaining)
-        left = remaining
-    for name, prunes in _pruning_rules(left, spec):
-        remaining = [strategy for strategy in left if not prunes(strategy)]
-        pruned[name] = len(left) - len(remaining)
-        left = remaining
+        left.require(name, keeps, lambda name, of: _why_not(name, of, spec))
+    for name, prunes in _pruning_rules(left.left, spec):
+        left.prune(name, prunes)
     # A part of dp is there for what ZeRO shards in some region; others may be whole beside it.
-    useful = {strategy.degrees for strategy in left if strategy.zero}
-    remaining = [s for s in left if not s.dp_shard or s.degrees in useful]
-    pruned[NO_ZERO] = len(left) - len(remaining)
-    if not remaining:
-        raise OptionError(
+    useful = {strategy.degrees for strategy in left.left if strategy.zero}
+    left.require(
+        NO_ZERO,
+        lambda s: not s.dp_shard or s.degrees in useful,
+        lambda name, of: (
             f"pin dp_shard={spec.pins['dp_shard']}: zero=0 shards nothing; pin zero=1 or more, or "
             "leave dp_shard out"
-        )
-    left = remaining
-    return Tree(tuple(left), num_strategies, {k: n for k, n in sorted(pruned.items()) if n})
+        ),
+    )
+    return Tree(tuple(left.left), num_strategies, {**axes.pruned, **left.pruned})
+
+
+class Left(Generic[LeafT]):
+    """What rules leave of a tree. pruned: what each took, in strategies. size: the number of
+    strategies of a leaf."""
+
+    def __init__(self, leaves: Sequence[LeafT], size: Callable[[LeafT], int]) -> None:
+        self.left, self._size = leaves, size
+        self.pruned = dict[str, int]()
+
+    @property
+    def num_strategies(self) -> int:
+        return sum(map(self._size, self.left))
+
+    def require(
+        self,
+        name: str,
+        keeps: Callable[[LeafT], bool],
+        why_not: Callable[[str, Sequence[LeafT]], str],
+    ) -> None:
+        """Leave what keeps a requirement. Raises OptionError where nothing does."""
+        before = self.left
+        self.prune(name, lambda leaf: not keeps(leaf))
+        if not self.left:
+            raise OptionError(why_not(name, before))
+
+    def prune(self, name: str, prunes: Callable[[LeafT], bool]) -> None:
+        """Take what a pruning rule takes."""
+        before = [(leaf, prunes(leaf)) for leaf in self.left]
+        self.left = [leaf for leaf, is_pruned in before if not is_pruned]
+        if taken := sum(self._size(leaf) for leaf, is_pruned in before if is_pruned):
+            self.pruned[name] = self.pruned.get(name, 0) + taken
 
 
 def _choices_of_axes(spec: SearchSpec) -> list[Degrees]:
