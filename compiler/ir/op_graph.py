@@ -337,6 +337,11 @@ class FoldedGraph:
         return tuple(out)
 
     @cached_property
+    def first_floats(self) -> Mapping[int, tuple[float, ...]]:
+        """By region, the bindings of its first instance."""
+        return {i.region: i.floats for i in reversed(self.instances)}
+
+    @cached_property
     def tied_slots(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Groups of parameter slots (region, slot) that share a parameter, for some instance, and
         so its stored layout; only groups of two and more, in order of first appearance."""

@@ -31,7 +31,7 @@ from meshfold.ir.spmd import Layout
 from meshfold.ir.strategy import RegionTyping
 from meshfold.passes.graph.places import op_place
 from meshfold.passes.rules.ops.random import with_own_draw
-from meshfold.passes.split.stage_crossing import crossing_values
+from meshfold.passes.split.stage_crossing import crossing_readers
 
 
 @dataclass(frozen=True)
@@ -110,25 +110,15 @@ def _boundaries(
     folded: FoldedGraph, typings: Sequence[RegionTyping], first: Sequence[int]
 ) -> list[tuple[StageBoundaryValue, ...]]:
     """What crosses into each stage."""
-    last_reader: dict[tuple[int, int], int] = {}
-    for k, instance in enumerate(folded.instances):
-        for source in instance.sources:
-            if source.kind is SourceKind.VALUE:
-                last_reader[source.instance, source.output] = k
-    for result in folded.outputs:
-        if result.source.kind is SourceKind.VALUE:
-            last_reader[result.source.instance, result.source.output] = len(folded.instances)
     crossing: list[list[StageBoundaryValue]] = [[] for _ in first]
-    crosses_stages = crossing_values(folded)
-    for (producer, output), reader in sorted(last_reader.items()):
+    for (producer, output), reader in crossing_readers(folded, is_returned=True).items():
         region = folded.instances[producer].region
         graph = folded.regions[region].graph
         value = graph.values[graph.outputs[output]]
-        if (producer, output) in crosses_stages:
-            crosses = StageBoundaryValue(producer, output, value, typings[region].outputs[output])
-            for stage, begin in enumerate(first):
-                if producer < begin <= reader:
-                    crossing[stage].append(crosses)
+        crosses = StageBoundaryValue(producer, output, value, typings[region].outputs[output])
+        for stage, begin in enumerate(first):
+            if producer < begin <= reader:
+                crossing[stage].append(crosses)
     return [tuple(values) for values in crossing]
 
 
