@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from meshfold.cost_models.memory.live_ranges import RegionMemory
-from meshfold.ir.op_graph import OpGraph
+from meshfold.ir.op_graph import FoldedGraph, OpGraph, SourceKind
 from meshfold.ir.strategy import KeptResults, Recompute, RegionTyping
 from meshfold.passes.memory.kept_results import Selective
 from meshfold.passes.memory.region import MemoryModel
@@ -62,3 +62,20 @@ class TypedRegion:
     def _selective(self) -> Selective:
         of = self.graph, self.typing, self.floats, self.pricer
         return self.model.selective(*of, keeps_all=self.keeps_all)
+
+
+def saved_output_bytes(
+    folded: FoldedGraph, regions: Sequence[TypedRegion], recomputes: Sequence[Recompute]
+) -> list[int]:
+    """Bytes of each region's outputs that a reader saves for its backward in any case."""
+    saved: list[dict[int, int]] = [{} for _ in folded.regions]
+    for instance in folded.instances:
+        readers = [regions[instance.region].memory(x) for x in recomputes]
+        for slot, source in enumerate(instance.sources):
+            if source.kind is not SourceKind.VALUE:
+                continue
+            if any(slot in memory.saved_slots for memory in readers):
+                maker = folded.instances[source.instance].region
+                made = [regions[maker].memory(x).output_bytes for x in recomputes]
+                saved[maker][source.output] = max(sizes[source.output] for sizes in made)
+    return [sum(outputs.values()) for outputs in saved]

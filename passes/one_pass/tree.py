@@ -16,11 +16,11 @@ that is left out is counted under the first rule that takes it:
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar, get_args
+from typing import get_args
 
-from meshfold.errors import OptionError
 from meshfold.ir.options import Mode, PinValue
 from meshfold.ir.strategy import Degrees, Offload, Recompute, UniformStrategy
+from meshfold.passes.one_pass.pruning import Left
 
 ZERO_LEVELS = (0, 1, 2, 3)
 
@@ -43,9 +43,6 @@ PRUNING_RULES = (NODE, CONTEXT, EXPERTS, GRADIENTS)
 
 RESTRICTIONS = (NODE, CONTEXT, SAVED_EAGER, SAVED_ONCE)
 """Rules that may take what wins: no bound covers what they leave out, and plans say so."""
-
-
-LeafT = TypeVar("LeafT")
 
 
 def divisors(number: int) -> list[int]:
@@ -138,38 +135,6 @@ def grow_tree(spec: SearchSpec) -> Tree:
         ),
     )
     return Tree(tuple(left.left), num_strategies, {**axes.pruned, **left.pruned})
-
-
-class Left(Generic[LeafT]):
-    """What rules leave of a tree. pruned: what each took, in strategies. size: the number of
-    strategies of a leaf."""
-
-    def __init__(self, leaves: Sequence[LeafT], size: Callable[[LeafT], int]) -> None:
-        self.left, self._size = leaves, size
-        self.pruned = dict[str, int]()
-
-    @property
-    def num_strategies(self) -> int:
-        return sum(map(self._size, self.left))
-
-    def require(
-        self,
-        name: str,
-        keeps: Callable[[LeafT], bool],
-        why_not: Callable[[str, Sequence[LeafT]], str],
-    ) -> None:
-        """Leave what keeps a requirement. Raises OptionError where nothing does."""
-        before = self.left
-        self.prune(name, lambda leaf: not keeps(leaf))
-        if not self.left:
-            raise OptionError(why_not(name, before))
-
-    def prune(self, name: str, prunes: Callable[[LeafT], bool]) -> None:
-        """Take what a pruning rule takes."""
-        before = [(leaf, prunes(leaf)) for leaf in self.left]
-        self.left = [leaf for leaf, is_pruned in before if not is_pruned]
-        if taken := sum(self._size(leaf) for leaf, is_pruned in before if is_pruned):
-            self.pruned[name] = self.pruned.get(name, 0) + taken
 
 
 def _choices_of_axes(spec: SearchSpec) -> list[Degrees]:

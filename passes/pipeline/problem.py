@@ -34,7 +34,7 @@ from meshfold.ir.spmd import Layout
 from meshfold.ir.strategy import Degrees, Recompute, TpMode, UniformStrategy
 from meshfold.passes.memory.local_program import Probe
 from meshfold.passes.memory.region import MemoryModel
-from meshfold.passes.memory.typed_region import TypedRegion
+from meshfold.passes.memory.typed_region import TypedRegion, saved_output_bytes
 from meshfold.passes.memory.zero import program_states
 from meshfold.passes.pipeline.layers import (
     PipelineLayer,
@@ -74,7 +74,7 @@ class ProgramTables:
     @cached_property
     def output_bytes(self) -> list[int]:
         """Per region, what readers save of its outputs."""
-        return _saved_output_bytes(self.folded, [x.region for x in self.layers], self.recomputes)
+        return saved_output_bytes(self.folded, [x.region for x in self.layers], self.recomputes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -315,23 +315,6 @@ def _num_holders(folded: FoldedGraph) -> list[list[int]]:
             if source.kind is SourceKind.PARAMETER:
                 of_region[i] = max(of_region[i], len(readers[source.name]))
     return holders
-
-
-def _saved_output_bytes(
-    folded: FoldedGraph, regions: Sequence[TypedRegion], recomputes: Sequence[Recompute]
-) -> list[int]:
-    """Bytes of each region's outputs that a reader saves for its backward in any case."""
-    saved: list[dict[int, int]] = [{} for _ in folded.regions]
-    for instance in folded.instances:
-        readers = [regions[instance.region].memory(x) for x in recomputes]
-        for slot, source in enumerate(instance.sources):
-            if source.kind is not SourceKind.VALUE:
-                continue
-            if any(slot in memory.saved_slots for memory in readers):
-                maker = folded.instances[source.instance].region
-                made = [regions[maker].memory(x).output_bytes for x in recomputes]
-                saved[maker][source.output] = max(sizes[source.output] for sizes in made)
-    return [sum(outputs.values()) for outputs in saved]
 
 
 def _loss_bytes(folded: FoldedGraph) -> dict[int, int]:

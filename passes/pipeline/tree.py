@@ -19,11 +19,11 @@ from typing import get_args
 from meshfold.cost_models.pipeline.schedules import Schedule, ScheduleKind
 from meshfold.errors import OptionError
 from meshfold.ir.strategy import Offload, Recompute, UniformStrategy
+from meshfold.passes.one_pass.pruning import Left
 from meshfold.passes.one_pass.tree import (
     CONTEXT,
     NODE,
     PINNED,
-    Left,
     SearchSpec,
     can_shard_batch,
     divisors,
