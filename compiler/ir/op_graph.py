@@ -10,8 +10,8 @@ The forward graph is all there is: the backward follows from SPMD types.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 
@@ -159,6 +159,23 @@ class Op:
     def operands(self) -> tuple[int, ...]:
         """Value indices read, in argument order, repeats included."""
         return tuple(r.index for a in (*self.args, *(v for _, v in self.kwargs)) for r in _refs(a))
+
+    def on_values(self, operands: Iterable[int], outputs: Iterable[int]) -> "Op":
+        """The same op that reads other values, in the order of `operands`, and makes others."""
+        read = iter(operands)
+        args = tuple(_rebound(a, read) for a in self.args)
+        kwargs = tuple((name, _rebound(a, read)) for name, a in self.kwargs)
+        return replace(self, args=args, kwargs=kwargs, outputs=tuple(outputs))
+
+    def renumbered(self, number: Mapping[int, int]) -> "Op":
+        """The same op in a graph whose values have other numbers."""
+        return self.on_values((number[v] for v in self.operands), (number[v] for v in self.outputs))
+
+
+def _rebound(arg: Arg, read: Iterator[int]) -> Arg:
+    if isinstance(arg, Ref):
+        return Ref(next(read))
+    return tuple(_rebound(a, read) for a in arg) if isinstance(arg, tuple) else arg
 
 
 def _refs(arg: Arg) -> Iterator[Ref]:
@@ -338,6 +355,11 @@ class FoldedGraph:
             else:
                 out.append((inst.region, k, 1))
         return tuple(out)
+
+    @cached_property
+    def first_floats(self) -> Mapping[int, tuple[float, ...]]:
+        """By region, the bindings of its first instance."""
+        return {i.region: i.floats for i in reversed(self.instances)}
 
     @cached_property
     def tied_slots(self) -> tuple[tuple[tuple[int, int], ...], ...]:

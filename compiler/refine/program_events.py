@@ -52,7 +52,7 @@ def with_program_events(
         region = program.regions[number]
         like = [k for k, p in enumerate(program.programs) if p == number]
         events = plan.events.regions[plan.events.instances[like[0]]]
-        floats = next(i.floats for i in program.folded.instances if i.region == region.region)
+        floats = program.folded.first_floats[region.region]
         if plan.regions[region.region].collective_matmul:
             pricer = RegionPricer(region.ops, region.typing, price.rules, costs)
             arguments = events.name, region.typing, region.slots, pricer, probe, floats

@@ -27,11 +27,10 @@ from meshfold.passes.rules.ops.collective_matmul import (
     MATMUL_REDUCE_SCATTER,
     ring_name,
 )
-from meshfold.passes.rules.ops.random import draw_of
+from meshfold.passes.rules.ops.random import with_own_draw
 from meshfold.passes.rules.table import region_rules
 from meshfold.passes.rules.typed import typed_rules
 from meshfold.passes.split.chunk_graph import ChunkingError
-from meshfold.passes.split.samples import rebound
 
 Written = tuple[OpGraph, RegionTyping]
 
@@ -90,7 +89,7 @@ def with_collective_matmuls(
         if k in written_at:
             op, chosen = written_at[k].op, written_at[k].typing
         if k not in gone:
-            ops.append(op if k in written_at else replace(op, draw=draw_of(op, k)))
+            ops.append(op if k in written_at else with_own_draw(op, k))
             typings.append(chosen)
             origins.append(written_at[k].ops if k in written_at else (k,))
     new, number = without_unmade(replace(graph, ops=tuple(ops)))
@@ -357,17 +356,10 @@ def without_unmade(graph: OpGraph) -> tuple[OpGraph, dict[int, int]]:
     left = sorted({*range(len(graph.slots)), *(v for op in graph.ops for v in op.outputs)})
     number = {v: k for k, v in enumerate(left)}
 
-    def renumbered(op: Op) -> Op:
-        refs = iter([number[v] for v in op.operands])
-        args = tuple(rebound(arg, refs) for arg in op.args)
-        kwargs = tuple((name, rebound(arg, refs)) for name, arg in op.kwargs)
-        outputs = tuple(number[v] for v in op.outputs)
-        return replace(op, args=args, kwargs=kwargs, outputs=outputs)
-
     new = OpGraph(
         graph.slots,
         tuple(graph.values[v] for v in left),
-        tuple(map(renumbered, graph.ops)),
+        tuple(op.renumbered(number) for op in graph.ops),
         tuple(number[v] for v in graph.outputs),
         tuple((slot, number[v]) for slot, v in graph.mutations),
     )

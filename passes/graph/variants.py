@@ -8,12 +8,14 @@ becomes "B1" and "B2". Everything behind the search (prices, memory, emission) w
 graph and knows one typing per region.
 """
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from meshfold.errors import PlanMismatchError
 from meshfold.ir.op_graph import FoldedGraph, Instance, OpGraph, Region, SourceKind
 from meshfold.ir.plan import Plan
+from meshfold.ir.strategy import UniformStrategy
 
 
 def split_regions(folded: FoldedGraph, choices: Sequence[Hashable]) -> FoldedGraph:
@@ -38,6 +40,15 @@ def split_regions(folded: FoldedGraph, choices: Sequence[Hashable]) -> FoldedGra
             for instance, pair in zip(folded.instances, pairs, strict=True)
         ),
     )
+
+
+def most_used(split: FoldedGraph, strategies: Sequence[UniformStrategy]) -> UniformStrategy:
+    """What most ops do. strategies: per region."""
+    weights: Counter[UniformStrategy] = Counter()
+    for instance in split.instances:
+        num_ops = len(split.regions[instance.region].graph.ops)
+        weights[strategies[instance.region]] += num_ops
+    return max(weights, key=lambda s: (weights[s], s.label))
 
 
 def planned_graph(folded: FoldedGraph, plan: Plan) -> FoldedGraph:

@@ -9,13 +9,16 @@ all of it is typed, the bound counts memory too, before any program is sought. A
 region with a tied parameter is typed last: its typing may change when regions agree on a layout.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.strategy import Degrees, UniformStrategy
 from meshfold.passes.graph.boundaries import num_instances
+from meshfold.passes.one_pass.best_first import Order, Solution
 from meshfold.passes.one_pass.bounds import LeastCompute, least_compute
+from meshfold.passes.one_pass.priced import MeshPlan, order_of
 from meshfold.passes.one_pass.search import MeshPlanner
 from meshfold.passes.region.typing import MeshSearch
 
@@ -25,7 +28,10 @@ ROUNDING = 1e-12
 
 class CandidateMesh:
     """One mesh. bare_s: a bound of its own on all its programs, from bounds.py. search: the
-    search of this mesh, built when it is first asked for. compute: as for least_step_s."""
+    search of this mesh, built when it is first asked for. typed: its planner, all regions typed;
+    None where it has no programs. compute: as for least_step_s. planned: its best program.
+
+    planner: once all of it is typed; plan: once it is solved."""
 
     def __init__(
         self,
@@ -35,16 +41,19 @@ class CandidateMesh:
         strategies: Sequence[UniformStrategy],
         bare_s: float,
         search: Callable[[], MeshSearch],
+        typed: Callable[["CandidateMesh"], MeshPlanner | None],
         compute: LeastCompute | None = None,
+        planned: Callable[[MeshPlanner, float], MeshPlan] = MeshPlanner.plan,
     ) -> None:
         self.mesh = costs.mesh
         self.degrees = degrees
         self.strategies = strategies
         self.planner: MeshPlanner | None = None
-        self.is_bounded = False
+        self.plan: MeshPlan | None = None
+        self._is_bounded = False
         """Whether the bound counts memory."""
         self._bare_s = bare_s
-        self.search = search
+        self.search, self._typed, self._planned = search, typed, planned
         self._modes = list(dict.fromkeys(s.tp_mode for s in strategies))
         self._counts = num_instances(folded)
         compute = compute or least_compute(folded, costs)
@@ -56,22 +65,35 @@ class CandidateMesh:
 
     @property
     def bound_s(self) -> float:
-        """No program of the mesh takes less."""
+        """No program of the mesh takes less; infinite where it is typed and has none."""
         if self.planner is not None:
-            return self.planner.bound_s if self.is_bounded else self.planner.fastest_s
+            return self.planner.bound_s if self._is_bounded else self.planner.fastest_s
         return max(self._bare_s, self._sum_s * (1 - ROUNDING))
 
+    @property
+    def order(self) -> Order:
+        return self.mesh.sizes
+
     def raise_bound(self) -> bool:
-        """Count memory in the bound of a mesh that is typed, or type one more region; False if
-        there is none left to type alone."""
-        if self.planner is not None:
-            self.is_bounded = True
-            return True
-        search = self.search()
-        if not self._untyped or search.space.pinned:
+        """Type one more region alone; then all that is left; then count memory. False if all of it
+        is done."""
+        if self._is_bounded:
             return False
-        r = self._untyped.pop()
-        least_s = self._counts[r] * min(search.ops_s(r, mode) for mode in self._modes)
-        self._sum_s += least_s - self._region_s[r]
-        self._region_s[r] = least_s
+        if self.planner is not None:
+            self._is_bounded = True
+        elif not self._untyped or self.search().space.pinned:
+            self.planner = self._typed(self)
+            if self.planner is None:
+                self._bare_s = math.inf
+        else:
+            r = self._untyped.pop()
+            least_s = self._counts[r] * min(self.search().ops_s(r, mode) for mode in self._modes)
+            self._sum_s += least_s - self._region_s[r]
+            self._region_s[r] = least_s
         return True
+
+    def solve(self, beat_s: float, /) -> Solution:
+        """Its best program that may take less."""
+        assert self.planner is not None, "nothing raises its bound any more"
+        plan = self.plan = self._planned(self.planner, beat_s)
+        return Solution(plan.lower_bound_s, plan.best_s, order_of(plan.best) if plan.best else ())

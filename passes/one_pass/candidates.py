@@ -17,26 +17,22 @@ largest parameters first. A parameter that several instances read has one layout
 parameters are sharded together or not at all, and a candidate says which (ties).
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from meshfold.cost_models.memory.live_ranges import RegionMemory
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.cost_models.op_costs.optimizers import Update
-from meshfold.ir.op_graph import OpGraph
 from meshfold.ir.options import LayoutPin
 from meshfold.ir.spmd import Layout
-from meshfold.ir.strategy import KeptResults, RegionTyping, UniformStrategy
+from meshfold.ir.strategy import RegionTyping, UniformStrategy
 from meshfold.passes.graph.typed import layouts_of_values
-from meshfold.passes.memory.kept_results import Selective
+from meshfold.passes.memory.typed_region import TypedRegion
 from meshfold.passes.memory.zero import SlotFacts, copied_bytes, host_traffic
 from meshfold.passes.price.parameters import local_bytes, local_update, stored_bytes
-from meshfold.passes.price.region import RegionPrice, RegionPricer
+from meshfold.passes.price.region import RegionPrice
 from meshfold.passes.price.step import ends_s, host_optimizer_s, instance_s, optimizer_s
-
-MemoryOf = Callable[[RegionTyping], RegionMemory]
-SelectiveOf = Callable[[RegionTyping], Selective]
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,15 +111,7 @@ class StrategyCandidate:
 class RegionChoices:
     """A region as the candidates see it."""
 
-    graph: OpGraph
-    typing: RegionTyping
-    """Every parameter is unsharded on dp."""
-
-    pricer: RegionPricer
-    memory_of: MemoryOf
-    selective_of: SelectiveOf
-    """What it keeps under selective recomputation."""
-
+    typed: TypedRegion
     slots: SlotFacts
     shards: Mapping[int, Layout]
     """Layouts of the parameters that can be shards on dp."""
@@ -136,20 +124,12 @@ def region_candidates(
 ) -> list[StrategyCandidate]:
     """The candidates of a region for strategies that differ below the role of tp."""
     parameters = _Parameters(region, costs, optimizer)
-    memories: dict[RegionTyping, RegionMemory] = {}
     candidates = []
     for recompute, offload in dict.fromkeys((s.recompute, s.offload) for s in strategies):
-        selective = region.selective_of(region.typing) if recompute == "selective" else None
-        kept = selective.kept if selective else KeptResults()
-        typing = replace(region.typing, recompute=recompute, kept=kept)
-        if typing not in memories:
-            memories[typing] = region.memory_of(typing)
         alike = [s for s in strategies if (s.recompute, s.offload) == (recompute, offload)]
         levels = {s.zero: s for s in alike}
         for level, sharded in parameters.choices(set(levels)):
-            candidates.append(
-                parameters.candidate(levels[level], sharded, typing, memories[typing], selective)
-            )
+            candidates.append(parameters.candidate(levels[level], sharded))
     return candidates
 
 
@@ -179,18 +159,18 @@ class _Parameters:
         self.costs = costs
         self.optimizer = optimizer
         self.mesh = costs.mesh
-        graph = region.graph
+        graph = region.typed.graph
         pinned = region.pinned
         replicated = {i for i, pin in pinned.items() if pin.value == "replicate"}
         self.shards = {i: x for i, x in region.shards.items() if i not in replicated}
         self._wanted = {i for i, pin in pinned.items() if pin.on_dp}
-        demands = layouts_of_values(graph, region.typing)
+        demands = layouts_of_values(graph, region.typed.typing)
         sizes = self.mesh.sizes
         self._used_bytes = {
             i: local_bytes(graph.values[i], demands[i][0], sizes) for i in self.shards
         }
         """Local bytes of a parameter as ops read it."""
-        unsharded = dict(enumerate(region.typing.slots))
+        unsharded = dict(enumerate(region.typed.typing.slots))
         self._unsharded = self._states(region.slots.first, unsharded)
         self._saved: dict[int, tuple[int, ...]] = {}
         """What the shards of each parameter take off that."""
@@ -226,15 +206,10 @@ class _Parameters:
                 found += [(3, sharded)] if sharded else []
         return found
 
-    def candidate(
-        self,
-        strategy: UniformStrategy,
-        sharded: tuple[int, ...],
-        typing: RegionTyping,
-        memory: RegionMemory,
-        selective: Selective | None,
-    ) -> StrategyCandidate:
+    def candidate(self, strategy: UniformStrategy, sharded: tuple[int, ...]) -> StrategyCandidate:
         """The costs of one candidate."""
+        typed = self.region.typed
+        typing, memory = typed.typed(strategy.recompute), typed.memory(strategy.recompute)
         slots = list(typing.slots)
         saved = [self._saved[i] for i in sharded]
         stored, updated, copied, *of_update = (
@@ -244,12 +219,12 @@ class _Parameters:
         for i in sharded:
             slots[i] = self.shards[i]
         is_here, reshard = strategy.offload != "optimizer", strategy.reshard_after_forward
-        price = self.region.pricer.price(
+        price = typed.pricer.price(
             slots,
             typing.recompute,
             reshard_after_forward=reshard,
             host=host_traffic(strategy.offload, memory, updated, copied, self.costs),
-            selective=selective.price if selective else None,
+            selective=typed.added(strategy.recompute),
         )
         tied = self._tied
         num_free = sum(i not in tied for i in sharded)
@@ -275,12 +250,12 @@ class _Parameters:
         """Local bytes of those of these parameters whose states are counted here, of those of them
         that are updated, and of the device's copies of these, if the host stores them; then what
         the optimizer keeps and does for them, as _update takes it."""
-        values, sizes = self.region.graph.values, self.mesh.sizes
+        values, sizes = self.region.typed.graph.values, self.mesh.sizes
         counted = self.region.slots.first.intersection(slots)
         stored = {i: stored_bytes(values[i], layouts[i], sizes) for i in counted}
         updated = sum(size for i, size in stored.items() if values[i].requires_grad)
         trained = [i for i in stored if values[i].requires_grad]
-        tied, graph = self.region.slots.tied, self.region.graph
+        tied, graph = self.region.slots.tied, self.region.typed.graph
         unsharded = [layouts.get(i, ()) for i in range(len(graph.slots))]
         copied = copied_bytes(graph, unsharded, trained, tied, self.mesh)
         update = Update()

@@ -1,6 +1,6 @@
 """A program with exact costs, and what the search found on one mesh."""
 
-from collections import Counter
+import math
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -9,6 +9,7 @@ from meshfold.ir.mesh import Mesh
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.plan import MemoryEstimate, TimeEstimate
 from meshfold.ir.strategy import RegionTyping, UniformStrategy
+from meshfold.passes.graph.variants import most_used
 from meshfold.passes.one_pass.candidates import StrategyCandidate
 from meshfold.passes.price.region import RegionPrice
 from meshfold.units import bytes_text
@@ -34,11 +35,7 @@ class Priced:
     @cached_property
     def strategy(self) -> UniformStrategy:
         """What most ops do."""
-        weights: Counter[UniformStrategy] = Counter()
-        for instance in self.split.instances:
-            num_ops = len(self.split.regions[instance.region].graph.ops)
-            weights[self.candidates[instance.region].strategy] += num_ops
-        return max(weights, key=lambda s: (weights[s], s.label))
+        return most_used(self.split, [candidate.strategy for candidate in self.candidates])
 
 
 @dataclass(frozen=True)
@@ -69,6 +66,10 @@ class MeshPlan:
     capped: bool
     num_priced: int
     num_infeasible: int
+
+    @property
+    def best_s(self) -> float:
+        return self.best.time.step_s if self.best else math.inf
 
 
 def order_of(priced: Priced) -> tuple[float, int, int, str]:

@@ -14,20 +14,19 @@ import math
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 
-from meshfold.cost_models.memory.live_ranges import RegionMemory
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.cluster import ClusterSpec
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.options import CompileOptions
 from meshfold.ir.spmd import Layout
-from meshfold.ir.strategy import RegionTyping, TpMode, UniformStrategy
+from meshfold.ir.strategy import TpMode, UniformStrategy
 from meshfold.passes.graph.reads import ProgramReads, program_reads
 from meshfold.passes.graph.variants import split_regions
-from meshfold.passes.memory.kept_results import Selective
 from meshfold.passes.memory.local_program import Probe
 from meshfold.passes.memory.region import MemoryModel
+from meshfold.passes.memory.typed_region import TypedRegion
 from meshfold.passes.memory.zero import SlotFacts, program_shards, program_states, slot_facts
 from meshfold.passes.one_pass.candidates import (
     RegionChoices,
@@ -39,7 +38,6 @@ from meshfold.passes.one_pass.chain import CandidateChain
 from meshfold.passes.one_pass.mode_changes import ModeChanges, mode_changes
 from meshfold.passes.one_pass.priced import ClosedChain, MeshPlan, Priced, order_of
 from meshfold.passes.one_pass.repair import Budgets, made_faster, made_smaller
-from meshfold.passes.price.region import RegionPricer
 from meshfold.passes.price.step import estimate_step
 from meshfold.passes.region.pins import UnkeptPinError
 from meshfold.passes.region.typing import MeshSearch, ProgramTyping
@@ -195,17 +193,10 @@ class MeshPlanner:
 
     def _candidates(self, region: int) -> list[StrategyCandidate]:
         found: list[StrategyCandidate] = []
-        graph = self.folded.regions[region].graph
-        facts = self._facts[region]
         for mode, program in self.programs.items():
-            solution = self.search.solutions(mode)[region]
             choices = RegionChoices(
-                graph,
-                program.typings[region],
-                solution.pricer,
-                partial(self._memory_of, region),
-                partial(self._selective_of, region, solution.pricer),
-                facts,
+                self._typed(region, mode, program),
+                self._facts[region],
                 self._shards[mode][region],
                 {i: pin for (r, i), pin in self.search.space.pinned.items() if r == region},
             )
@@ -213,21 +204,18 @@ class MeshPlanner:
             found += region_candidates(choices, members, self.costs, self.options.optimizer)
         return found
 
-    def _memory_of(self, region: int, typing: RegionTyping) -> RegionMemory:
-        graph = self.folded.regions[region].graph
-        return self.memory_model.region(graph, typing, self._floats[region])
-
-    def _selective_of(self, region: int, pricer: RegionPricer, typing: RegionTyping) -> Selective:
+    def _typed(self, region: int, mode: TpMode, program: ProgramTyping) -> TypedRegion:
         # The backward of the last layer of all follows its forward: what it would drop is there
         # again at once.
         is_last = self.search.counts[region] == 1 and self.folded.instances[-1].region == region
-        graph, floats = self.folded.regions[region].graph, self._floats[region]
-        return self.memory_model.selective(graph, typing, floats, pricer, keeps_all=is_last)
-
-    @cached_property
-    def _floats(self) -> dict[int, tuple[float, ...]]:
-        """The bindings of the first instance of each region."""
-        return {i.region: i.floats for i in reversed(self.folded.instances)}
+        return TypedRegion(
+            self.folded.regions[region].graph,
+            program.typings[region],
+            self.search.solutions(mode)[region].pricer,
+            self.memory_model,
+            self.folded.first_floats[region],
+            keeps_all=is_last,
+        )
 
     @cached_property
     def _facts(self) -> list[SlotFacts]:

@@ -5,8 +5,9 @@ what its bounds need. The simulator puts collectives where the runtime issues th
 they share, beside compute that they slow down; meshes that are close by the sum may change places.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from meshfold.cost_models.simulation.step import simulate
 from meshfold.ir.step_events import SimulatedStep, StepEvents
@@ -22,6 +23,8 @@ may take a tenth of a step."""
 SHORTLIST_SIZE = 3
 """Programs that are simulated, the best by the sum first. Chosen, not measured."""
 
+
+ListedT = TypeVar("ListedT")
 
 MOST_BEYOND = 3
 """Meshes that are planned because their bound is below the best simulated step, though not below
@@ -46,11 +49,14 @@ def rank_shortlist(plans: Mapping[MeshPlanner, MeshPlan]) -> list[Shortlisted]:
         Shortlisted(plan.best, planner) for planner, plan in plans.items() if plan.best is not None
     ]
     found.sort(key=lambda f: order_of(f.priced))
-    least_s = min((f.priced.time.step_s for f in found), default=0.0)
-    close = [f for f in found if f.priced.time.step_s <= CONTENTION_RATIO * least_s][
-        :SHORTLIST_SIZE
-    ]
+    close = close_to_best(found, lambda f: f.priced.time.step_s)
     return by_simulation([simulated(f) for f in close])
+
+
+def close_to_best(by_sum: Sequence[ListedT], step_s: Callable[[ListedT], float]) -> list[ListedT]:
+    """Those of programs, the best sum first, that are simulated."""
+    limit_s = CONTENTION_RATIO * min(map(step_s, by_sum), default=0.0)
+    return [x for x in by_sum if step_s(x) <= limit_s][:SHORTLIST_SIZE]
 
 
 def by_simulation(shortlist: Sequence[Shortlisted]) -> list[Shortlisted]:

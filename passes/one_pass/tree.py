@@ -14,14 +14,13 @@ that is left out is counted under the first rule that takes it:
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from meshfold.errors import OptionError
 from meshfold.ir.options import Mode, PinValue
 from meshfold.ir.strategy import Degrees, Offload, Recompute, UniformStrategy
+from meshfold.passes.one_pass.pruning import Left
 
 ZERO_LEVELS = (0, 1, 2, 3)
 
@@ -117,38 +116,28 @@ def grow_tree(spec: SearchSpec) -> Tree:
 
     Raises OptionError naming the pin, or the batch, when none is left.
     """
-    choices = _choices_of_axes(spec)
-    num_strategies = sum(_num_strategies(d) for d in choices)
-    pruned: Counter[str] = Counter()
-    for name, is_pruned in ((EXPERTS, _has_no_experts), (CONTEXT, can_shard_batch)):
-        offered = [d for d in choices if not is_pruned(d, spec)]
-        pruned[name] = sum(_num_strategies(d) for d in choices if d not in offered)
-        choices = offered
-    left = [strategy for degrees in choices for strategy in strategies_on(degrees)]
+    axes = Left(_choices_of_axes(spec), _num_strategies)
+    num_strategies = axes.num_strategies
+    axes.prune(EXPERTS, lambda degrees: _has_no_experts(degrees, spec))
+    axes.prune(CONTEXT, lambda degrees: can_shard_batch(degrees, spec))
+    left = Left([s for d in axes.left for s in strategies_on(d)], lambda _: 1)
     if _keeps_degrees(spec):
-        pruned[MIXED] = sum(strategy.batch_on_tp for strategy in left)
-        left = [strategy for strategy in left if not strategy.batch_on_tp]
+        left.prune(MIXED, lambda strategy: strategy.batch_on_tp)
     for name, keeps in _rules(spec):
-        remaining = [strategy for strategy in left if keeps(strategy)]
-        if not remaining:
-            raise OptionError(_why_not(name, left, spec))
-        pruned[name] = len(left) - len(remaining)
-        left = remaining
-    for name, prunes in _pruning_rules(left, spec):
-        remaining = [strategy for strategy in left if not prunes(strategy)]
-        pruned[name] = len(left) - len(remaining)
-        left = remaining
+        left.require(name, keeps, lambda name, of: _why_not(name, of, spec))
+    for name, prunes in _pruning_rules(left.left, spec):
+        left.prune(name, prunes)
     # A part of dp is there for what ZeRO shards in some region; others may be whole beside it.
-    useful = {strategy.degrees for strategy in left if strategy.zero}
-    remaining = [s for s in left if not s.dp_shard or s.degrees in useful]
-    pruned[NO_ZERO] = len(left) - len(remaining)
-    if not remaining:
-        raise OptionError(
+    useful = {strategy.degrees for strategy in left.left if strategy.zero}
+    left.require(
+        NO_ZERO,
+        lambda s: not s.dp_shard or s.degrees in useful,
+        lambda name, of: (
             f"pin dp_shard={spec.pins['dp_shard']}: zero=0 shards nothing; pin zero=1 or more, or "
             "leave dp_shard out"
-        )
-    left = remaining
-    return Tree(tuple(left), num_strategies, {k: n for k, n in sorted(pruned.items()) if n})
+        ),
+    )
+    return Tree(tuple(left.left), num_strategies, {**axes.pruned, **left.pruned})
 
 
 def _choices_of_axes(spec: SearchSpec) -> list[Degrees]:

@@ -2,7 +2,7 @@
 
 A region is typed on the axes ep, cp and tp alone, for the graph that one rank of dp sees of one
 microbatch (split/microbatch.py, batch / (dp x microbatches)): whatever dp and pp are, its
-kernels, its collectives on ep, cp and tp and what it keeps are the same (RegionTable, the dear
+kernels, its collectives on ep, cp and tp and what it keeps are the same (PipelineLayer, the dear
 part, shared). Data parallelism and ZeRO are arithmetic on top (strategy_costs):
 
     per microbatch   forward    max(f + c, g)             f, b kernels, c collectives in the graph,
@@ -30,22 +30,19 @@ activations are: the larger of both would count; charged is what it needs beyond
 Seconds and bytes of one rank.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from meshfold.cost_models.memory.live_ranges import RegionMemory
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.mesh import DATA_AXIS, Mesh
-from meshfold.ir.strategy import KeptResults, Recompute, UniformStrategy
+from meshfold.ir.strategy import UniformStrategy
+from meshfold.passes.memory.typed_region import TypedRegion
 from meshfold.passes.pipeline.parameters import (
     Axes,
-    LayerCopies,
+    LayerParameters,
     Parameter,
-    ParameterSums,
-    copies_of,
     data_axes,
 )
-from meshfold.passes.price.region import RegionPrice
 from meshfold.passes.price.step import host_optimizer_s, optimizer_s
 
 Collective = Callable[[str, float, Axes], float]
@@ -53,23 +50,15 @@ Collective = Callable[[str, float, Axes], float]
 
 
 @dataclass(frozen=True, eq=False)
-class RegionTable:
-    """A region typed for one microbatch of one rank. price: given what is recomputed. kept: by
-    selective recomputation, if it is among that. weight_s: of the backward, what only makes weight
-    gradients (price/weight_gradients.py). loss_bytes: of the loss, which is summed over the ranks
-    of dp with every microbatch; 0 in other regions.
+class PipelineLayer:
+    """A layer typed for one microbatch of one rank. weight_s: of the backward, what only makes
+    weight gradients (price/weight_gradients.py). loss_bytes: of the loss, which is summed over the
+    ranks of dp with every microbatch; 0 in other layers."""
 
-    Bytes are asked for where seconds do not rule a strategy out. memory: given what is recomputed.
-    saved_output_bytes: of its outputs, what a reader keeps for its backward."""
-
-    mesh: Mesh
-    price: Callable[[Recompute], RegionPrice]
-    kept: Callable[[], KeptResults]
+    region: TypedRegion
     parameters: tuple[Parameter, ...]
     weight_s: float
     loss_bytes: int
-    memory: Callable[[Recompute], RegionMemory]
-    saved_output_bytes: Callable[[], int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,19 +139,21 @@ class StageContext:
     over_holders: Callable[[float, int], float]
     costs: CostModel
     optimizer: str
-    placed: dict[tuple[tuple[Parameter, ...], int], tuple[ParameterSums, LayerCopies]] = field(
-        default_factory=dict
-    )
+    placed: dict[tuple[tuple[Parameter, ...], int], LayerParameters] = field(default_factory=dict)
 
-    def place(
-        self, parameters: tuple[Parameter, ...], zero: int
-    ) -> tuple[ParameterSums, LayerCopies]:
-        """Sums and copies of the parameters of a layer."""
+    def place(self, parameters: tuple[Parameter, ...], zero: int) -> LayerParameters:
+        """The parameters of a layer."""
         key = parameters, zero
         if key not in self.placed:
-            sums = ParameterSums(parameters, zero, self.mesh, self.optimizer, self.num_stages)
-            self.placed[key] = sums, copies_of(parameters, zero, self.mesh, self.costs)
+            self.placed[key] = LayerParameters(
+                parameters, zero, self.mesh, self.costs, self.optimizer, self.num_stages
+            )
         return self.placed[key]
+
+    def buckets_s(self, placed: LayerParameters, kind: str, *, is_once: bool = False) -> float:
+        """Seconds of these collectives."""
+        buckets = placed.buckets(kind, is_once=is_once)
+        return sum(self.over(kind, num_bytes, axes) for axes, num_bytes in buckets)
 
 
 @dataclass(frozen=True)
@@ -188,75 +179,75 @@ class MicrobatchSeconds:
 
 
 def microbatch_seconds(
-    table: RegionTable, strategy: UniformStrategy, context: StageContext
+    layer: PipelineLayer, strategy: UniformStrategy, context: StageContext
 ) -> MicrobatchSeconds:
-    """What a microbatch of a layer of `table` takes under `strategy`."""
-    price = table.price(strategy.recompute)
-    sums, copies = context.place(table.parameters, strategy.zero)
-    loss_s = context.over("all_reduce", table.loss_bytes, data_axes(context.mesh))
+    """What a microbatch of `layer` takes under `strategy`."""
+    price = layer.region.price(strategy.recompute)
+    placed = context.place(layer.parameters, strategy.zero)
+    loss_s = context.over("all_reduce", layer.loss_bytes, data_axes(context.mesh))
     return MicrobatchSeconds(
-        _forward_s(price) + copies.forward_s + loss_s,
-        _backward_s(price) + copies.backward_s,
+        price.forward_s + price.graph_forward_s + placed.copies_forward_s + loss_s,
+        price.backward_s + price.graph_backward_s + placed.copies_backward_s,
         loss_s,
-        _seconds("all_gather", sums.gathered, context, copies.alone),
-        _seconds("reduce_scatter", sums.scattered, context, copies.alone),
+        context.buckets_s(placed, "all_gather"),
+        context.buckets_s(placed, "reduce_scatter"),
     )
 
 
 def strategy_costs(
-    table: RegionTable, strategy: UniformStrategy, context: StageContext
+    layer: PipelineLayer, strategy: UniformStrategy, context: StageContext, output_bytes: int
 ) -> StrategyCosts:
-    """The costs of a layer of `table` under `strategy`."""
-    price, memory = table.price(strategy.recompute), table.memory(strategy.recompute)
-    sums, copies = context.place(table.parameters, strategy.zero)
-    seconds = microbatch_seconds(table, strategy, context)
+    """The costs of `layer` under `strategy`. output_bytes: of its outputs, what readers
+    save."""
+    price, memory = layer.region.price(strategy.recompute), layer.region.memory(strategy.recompute)
+    sums = context.place(layer.parameters, strategy.zero)
+    seconds = microbatch_seconds(layer, strategy, context)
     forward_s, backward_s = seconds.busy_forward_s, seconds.busy_backward_s
     gather_s, shard_reduce_s = seconds.gather_s, seconds.shard_reduce_s
     gather_once_s, reduce_s, all_reduce_s = (
-        _seconds(kind, bytes_by_group, context, copies.alone)
-        for kind, bytes_by_group in (
-            ("all_gather", sums.gathered_once),
-            ("reduce_scatter", sums.scattered_once),
-            ("all_reduce", sums.reduced),
-        )
+        context.buckets_s(sums, kind, is_once=True)
+        for kind in ("all_gather", "reduce_scatter", "all_reduce")
     )
     reduce_s += all_reduce_s
+    gathered_once_bytes = sums.num_bytes("all_gather", is_once=True)
     whole_s = optimizer_s(sums.update, context.costs)
     late_s = max(0.0, reduce_s - backward_s) + max(0.0, gather_once_s - forward_s)
     first_s = reduce_s + gather_once_s - late_s + gather_s + shard_reduce_s
-    activation_bytes = memory.saved_bytes + table.saved_output_bytes()
+    activation_bytes = memory.saved_bytes + output_bytes
     update_bytes = sums.update.step_bytes
     costs = StrategyCosts(
         strategy=strategy,
-        compute_forward_s=price.forward_s + copies.forward_s,
-        compute_backward_s=price.backward_s + copies.backward_s,
+        compute_forward_s=price.forward_s + sums.copies_forward_s,
+        compute_backward_s=price.backward_s + sums.copies_backward_s,
         forward_s=seconds.forward_s,
         backward_s=seconds.backward_s,
-        weight_s=table.weight_s,
+        weight_s=layer.weight_s,
         gather_s=gather_s,
         shard_reduce_s=shard_reduce_s,
         graph_s=_with_loss(price.communication_s, seconds.loss_s),
         once_s=gather_once_s + reduce_s,
-        exposed_s=late_s + copies.once_s + context.first_share * first_s,
+        exposed_s=late_s + sums.copies_once_s + context.first_share * first_s,
         tied_s=sum(context.over_holders(size, holders) for size, holders in sums.tied),
         optimizer_s=whole_s - context.costs.launch_s if sums.updated else 0.0,
         parameter_bytes=sums.stored,
         gradient_bytes=sums.gradients,
         optimizer_bytes=sums.update.state_bytes,
-        gathered_once_bytes=sums.gathered_once_bytes,
-        update_bytes=max(0, update_bytes - activation_bytes - sums.gathered_once_bytes),
+        gathered_once_bytes=gathered_once_bytes,
+        update_bytes=max(0, update_bytes - activation_bytes - gathered_once_bytes),
         activation_bytes=activation_bytes,
-        gathered_bytes=2 * sums.gathered.total(),
+        gathered_bytes=2 * sums.num_bytes("all_gather"),
         workspace_bytes=sums.workspace_bytes(memory),
     )
     return costs if strategy.offload == "none" else _on_host(costs, sums, context)
 
 
-def _on_host(here: StrategyCosts, sums: ParameterSums, context: StageContext) -> StrategyCosts:
+def _on_host(here: StrategyCosts, sums: LayerParameters, context: StageContext) -> StrategyCosts:
     """The costs where the host stores the parameters and updates them."""
     costs = context.costs
     leaves_s, comes_s = costs.host_s(sums.updated), costs.host_s(sums.copied)
-    is_reduced_once = bool(sums.reduced or sums.scattered_once)
+    is_reduced_once = any(
+        sums.num_bytes(kind, is_once=True) for kind in ("reduce_scatter", "all_reduce")
+    )
     return replace(
         here,
         backward_s=here.backward_s if is_reduced_once else max(here.backward_s, leaves_s),
@@ -270,26 +261,3 @@ def _on_host(here: StrategyCosts, sums: ParameterSums, context: StageContext) ->
 
 def _with_loss(graph_s: Mapping[str, float], loss_s: float) -> Mapping[str, float]:
     return {**graph_s, DATA_AXIS: graph_s.get(DATA_AXIS, 0.0) + loss_s} if loss_s else graph_s
-
-
-def _seconds(
-    kind: str,
-    bytes_by_group: Mapping[Axes, int],
-    context: StageContext,
-    alone: Mapping[tuple[str, Axes], Sequence[int]],
-) -> float:
-    """Seconds of one bucket per group, and of parameters that are `alone`, whose bytes count among
-    the group's."""
-    total = 0.0
-    for axes, size in sorted(bytes_by_group.items()):
-        own = alone.get((kind, axes), ())
-        total += sum(context.over(kind, each, axes) for each in (*own, size - sum(own)) if each)
-    return total
-
-
-def _forward_s(price: RegionPrice) -> float:
-    return price.forward_s + price.graph_forward_s
-
-
-def _backward_s(price: RegionPrice) -> float:
-    return price.backward_s + price.graph_backward_s

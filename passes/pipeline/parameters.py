@@ -16,7 +16,7 @@ one rank.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from meshfold.cost_models.memory.live_ranges import RegionMemory
@@ -106,31 +106,92 @@ def _place(parameter: Parameter, zero: int, mesh: Mesh) -> _Placed:
     return _Placed(unsharded, layout, shard_axes, rest)
 
 
-@dataclass(frozen=True)
-class LayerCopies:
-    """Seconds of copies into and out of buckets (passes/price/parameters.py) beyond those of a
-    program without dp: with every forward and backward of a microbatch, and once per step. alone:
-    by kind of collective and group of ranks the bytes of each parameter with a bucket of its own.
+class LayerParameters:
+    """The parameters of a region under one ZeRO level: sums of bytes, the buckets of their
+    collectives, and seconds of copies. mesh: the axes dp, ep, cp and tp that have several ranks;
+    costs: of a mesh with these axes, and others. num_stages: that the layers are divided into.
+
+    stored, gradients, updated (parameters whose optimizer states are here), update (what the
+    optimizer keeps and does for these), copied (the device's copies of these, if the host stores
+    them), results (of reductions); tied: (bytes, holders).
+
+    copies_forward_s, copies_backward_s, copies_once_s: seconds of copies into and out of buckets
+    (passes/price/parameters.py) beyond those of a program without dp: with every forward and
+    backward of a microbatch, and once per step.
     """
 
-    forward_s: float
-    backward_s: float
-    once_s: float
-    alone: Mapping[tuple[str, Axes], Sequence[int]]
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        zero: int,
+        mesh: Mesh,
+        costs: CostModel,
+        optimizer: str,
+        num_stages: int,
+    ) -> None:
+        self.stored = self.gradients = self.results = self.updated = self.copied = 0
+        self.optimizer, self.update = optimizer, Update()
+        self.tied: list[tuple[int, int]] = []
+        self.copies_forward_s = self.copies_backward_s = self.copies_once_s = 0.0
+        self._shared = Counter[tuple[str, bool, Axes]]()
+        self._own = defaultdict[tuple[str, bool, Axes], list[int]](list)
+        self._zero, self._mesh, self._costs = zero, mesh, costs.storage
+        for parameter in parameters:
+            self._add(parameter, parameter.least_holders if num_stages == 1 else 1)
 
+    def buckets(self, kind: str, *, is_once: bool = False) -> Iterator[tuple[Axes, int]]:
+        """(group of ranks, bytes) of each collective of one kind: once per step; or for every
+        microbatch, gathers twice. One a group, and those that parameters have of their own."""
+        groups = sorted({key for key in (*self._own, *self._shared) if key[:2] == (kind, is_once)})
+        for key in groups:
+            shared = [self._shared[key]] if self._shared[key] else []
+            yield from ((key[2], num_bytes) for num_bytes in (*self._own[key], *shared))
 
-def copies_of(
-    parameters: Sequence[Parameter], zero: int, mesh: Mesh, costs: CostModel
-) -> LayerCopies:
-    """Copies of the parameters of a region. mesh: as for ParameterSums; costs: of a mesh with its
-    axes, and others."""
-    forward_s = backward_s = once_s = 0.0
-    alone = defaultdict[tuple[str, Axes], list[int]](list)
-    costs = costs.storage
-    for parameter in parameters:
-        value, placed = parameter.value, _place(parameter, zero, mesh)
+    def num_bytes(self, kind: str, *, is_once: bool = False) -> int:
+        """Of these collectives together."""
+        return sum(num_bytes for _, num_bytes in self.buckets(kind, is_once=is_once))
+
+    def _add(self, parameter: Parameter, num_sharers: int) -> None:
+        value, zero, placed = parameter.value, self._zero, _place(parameter, self._zero, self._mesh)
+        used, shard_bytes = (
+            local_bytes(value, x, self._mesh.storage.sizes)
+            for x in (placed.unsharded, placed.layout)
+        )
+        wide = widening(value)
+        is_alone = self._add_copies(parameter, placed)
+        kept = -(-wide * shard_bytes // num_sharers)
+        self.stored += kept
+        if placed.shard_axes:
+            self._send("all_gather", zero < 3, placed.shard_axes, used, is_alone)
+        if not value.requires_grad:
+            return
+        # Gradients that are reduced are added up over microbatches for each use by itself
+        # (meshfold.zero.microbatch_state), others in the one parameter.
+        full = wide * (used if zero == 1 else shard_bytes)
+        self.gradients += full if placed.rest or num_sharers == 1 else kept
+        self.results += wide * shard_bytes
+        self.updated += kept
+        update = local_update(value, placed.layout, self._mesh.storage.sizes, self.optimizer)
+        self.update += update.shared_by(num_sharers)
+        self.copied += shard_bytes if parameter.num_holders == 1 else kept
+        if placed.shard_axes:
+            self._send("reduce_scatter", zero == 1, placed.shard_axes, wide * used, is_alone)
+        if placed.rest:
+            self._send("all_reduce", True, placed.rest, wide * shard_bytes, False)
+        if parameter.num_holders > 1 and num_sharers == 1:
+            self.tied.append((wide * used, parameter.num_holders))
+
+    def _send(self, kind: str, is_once: bool, axes: Axes, num_bytes: int, is_alone: bool) -> None:
+        if is_alone:
+            self._own[kind, is_once, axes].append(num_bytes)
+        else:
+            self._shared[kind, is_once, axes] += num_bytes
+
+    def _add_copies(self, parameter: Parameter, placed: _Placed) -> bool:
+        """Whether the parameter has collectives of its own, once its copies are added."""
+        value, costs, zero = parameter.value, self._costs, self._zero
         unsharded, layout = (
-            _on(costs.mesh, mesh.storage, x) for x in (placed.unsharded, placed.layout)
+            _on(costs.mesh, self._mesh.storage, x) for x in (placed.unsharded, placed.layout)
         )
         gather = [costs.mesh.index(name) for name in placed.shard_axes]
         before, (gathered, reduced) = GroupCopies(), (GroupCopies(), GroupCopies())
@@ -141,99 +202,29 @@ def copies_of(
             if zero == 1:
                 # Gradients that are added up over microbatches are copied: autograd may share them.
                 reduced = member_copies(value, layout, gather, costs)
-        if is_unbucketed(value, layout, gather, costs):
-            used = local_bytes(value, unsharded, costs.mesh.sizes)
-            alone["all_gather", placed.shard_axes].append(used)
-            if value.requires_grad:
-                alone["reduce_scatter", placed.shard_axes].append(widening(value) * used)
-        backward_s += reduced.reduced_s - before.reduced_s
+        self.copies_backward_s += reduced.reduced_s - before.reduced_s
         is_once = bool(placed.shard_axes) and zero < 3
-        once_s += gathered.gathered_s if is_once else 0.0
+        self.copies_once_s += gathered.gathered_s if is_once else 0.0
         repeated_s = (0.0 if is_once else gathered.gathered_s) - before.packed_s
-        forward_s += repeated_s
-        backward_s += repeated_s
-    return LayerCopies(forward_s, backward_s, once_s, alone)
+        self.copies_forward_s += repeated_s
+        self.copies_backward_s += repeated_s
+        return is_unbucketed(value, layout, gather, costs)
+
+    def workspace_bytes(self, memory: RegionMemory) -> int:
+        """The worst of forward, backward and reduction: temporaries, two layers' gathered
+        parameters, a reduction in flight, flat buffers and results of the layer's own."""
+        inside = memory.backward_peak_bytes - memory.saved_bytes
+        gathered, scattered = self.num_bytes("all_gather"), self.num_bytes("reduce_scatter")
+        once = (self.num_bytes(kind, is_once=True) for kind in ("reduce_scatter", "all_reduce"))
+        buckets = scattered + sum(once)
+        return max(
+            memory.forward_peak_bytes + 2 * gathered + self.num_bytes("all_gather", is_once=True),
+            inside + 2 * gathered + scattered,
+            sum(memory.slot_gradient_bytes) + gathered + buckets + self.results * bool(buckets),
+        )
 
 
 def _on(mesh: Mesh, own: Mesh, layout: Layout) -> Layout:
     """A layout on `own` on a mesh that has its axes, and others."""
     types = dict(zip(own.names, layout, strict=True))
     return tuple(types.get(name, INVARIANT) for name in mesh.names)
-
-
-class ParameterSums:
-    """Sums over the parameters of a region under one ZeRO level. mesh: the axes dp, ep, cp and
-    tp that have several ranks. num_stages: that the layers are divided into.
-
-    stored, gradients, updated (parameters whose optimizer states are here), update (what the
-    optimizer keeps and does for these), copied (the device's
-    copies of these, if the host stores them), gathered_once_bytes (gathered once and unsharded for
-    the step); by group of ranks: gathered_once, gathered (twice
-    per microbatch), scattered (gradients, per microbatch), scattered_once, reduced (all-reduced
-    once); tied: (bytes, holders).
-    """
-
-    def __init__(
-        self,
-        parameters: Sequence[Parameter],
-        zero: int,
-        mesh: Mesh,
-        optimizer: str,
-        num_stages: int,
-    ) -> None:
-        self.stored = self.gradients = self.results = self.updated = self.gathered_once_bytes = 0
-        self.copied = 0
-        self.optimizer, self.update = optimizer, Update()
-        self.gathered_once: Counter[Axes] = Counter()
-        self.gathered: Counter[Axes] = Counter()
-        self.scattered: Counter[Axes] = Counter()
-        self.scattered_once: Counter[Axes] = Counter()
-        self.reduced: Counter[Axes] = Counter()
-        self.tied: list[tuple[int, int]] = []
-        for parameter in parameters:
-            self._add(parameter, zero, mesh, parameter.least_holders if num_stages == 1 else 1)
-
-    def _add(self, parameter: Parameter, zero: int, mesh: Mesh, num_sharers: int) -> None:
-        value, placed = parameter.value, _place(parameter, zero, mesh)
-        used, shard_bytes = (
-            local_bytes(value, x, mesh.storage.sizes) for x in (placed.unsharded, placed.layout)
-        )
-        shard_axes, rest = placed.shard_axes, placed.rest
-        wide = widening(value)
-        kept = -(-wide * shard_bytes // num_sharers)
-        self.stored += kept
-        if shard_axes and zero == 3:
-            self.gathered[shard_axes] += used
-        elif shard_axes:
-            self.gathered_once[shard_axes] += used
-            self.gathered_once_bytes += used
-        if not value.requires_grad:
-            return
-        # Gradients that are reduced are added up over microbatches for each use by itself
-        # (meshfold.zero.microbatch_state), others in the one parameter.
-        full = wide * (used if zero == 1 else shard_bytes)
-        self.gradients += full if rest or num_sharers == 1 else kept
-        self.results += wide * shard_bytes
-        self.updated += kept
-        update = local_update(value, placed.layout, mesh.storage.sizes, self.optimizer)
-        self.update += update.shared_by(num_sharers)
-        self.copied += shard_bytes if parameter.num_holders == 1 else kept
-        if shard_axes:
-            (self.scattered_once if zero == 1 else self.scattered)[shard_axes] += wide * used
-        if rest:
-            self.reduced[rest] += wide * shard_bytes
-        if parameter.num_holders > 1 and num_sharers == 1:
-            self.tied.append((wide * used, parameter.num_holders))
-
-    def workspace_bytes(self, memory: RegionMemory) -> int:
-        """The worst of forward, backward and reduction: temporaries, two layers' gathered
-        parameters, a reduction in flight, flat buffers and results of the layer's own."""
-        inside = memory.backward_peak_bytes - memory.saved_bytes
-        gathered, scattered = self.gathered.total(), self.scattered.total()
-        buckets = scattered + self.scattered_once.total() + self.reduced.total()
-        result = self.results if buckets else 0
-        return max(
-            memory.forward_peak_bytes + 2 * gathered + self.gathered_once.total(),
-            inside + 2 * gathered + scattered,
-            sum(memory.slot_gradient_bytes) + gathered + buckets + result,
-        )

@@ -3,7 +3,7 @@ stages.
 
     MicrobatchGraphs      graph of one microbatch of one rank            (split/microbatch.py)
       -> region search    on ep and tp, per microbatch size and these    (region/typing.py)
-      -> RegionTable      prices and memory by what is recomputed        (layers.py)
+      -> TypedRegion      prices and memory by what is recomputed        (memory/typed_region.py)
       -> StageProblem     one run per run of the folded graph, with its
                           strategies, hops and resident bytes               (stages/problem.py)
 
@@ -17,7 +17,7 @@ is, so that the layouts at the boundaries agree.
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property
 
 import numpy as np
 
@@ -33,16 +33,17 @@ from meshfold.ir.options import CompileOptions
 from meshfold.ir.spmd import Layout
 from meshfold.ir.strategy import Degrees, Recompute, TpMode, UniformStrategy
 from meshfold.passes.memory.local_program import Probe
+from meshfold.passes.memory.region import MemoryModel
+from meshfold.passes.memory.typed_region import TypedRegion, saved_output_bytes
 from meshfold.passes.memory.zero import program_states
 from meshfold.passes.pipeline.layers import (
-    RegionTable,
+    PipelineLayer,
     StageContext,
     StrategyCosts,
     microbatch_seconds,
     strategy_costs,
 )
 from meshfold.passes.pipeline.parameters import Axes, parameters_of
-from meshfold.passes.pipeline.region_figures import RegionFigures
 from meshfold.passes.price.parameters import local_bytes
 from meshfold.passes.price.weight_gradients import weight_gradients_s
 from meshfold.passes.region.space import SearchCache
@@ -50,7 +51,7 @@ from meshfold.passes.region.typing import MeshSearch
 from meshfold.passes.run.hull import FloatArray, IntArray
 from meshfold.passes.split.microbatch import MicrobatchGraphs, has_own_statistics
 from meshfold.passes.split.operator_slices import operators_in_slices
-from meshfold.passes.split.stage_crossing import crossing_values
+from meshfold.passes.split.stage_crossing import crossing_readers
 from meshfold.passes.stages.problem import LayerCosts, LayerRun, StageProblem
 
 _TableKey = tuple[int, Degrees, TpMode, tuple[Recompute, ...]]
@@ -64,11 +65,17 @@ class ProgramTables:
     of one rank."""
 
     folded: FoldedGraph
-    regions: tuple[RegionTable, ...]
+    layers: tuple[PipelineLayer, ...]
+    recomputes: tuple[Recompute, ...]
     crossing_bytes: IntArray
     buffer_bytes: int
     input_bytes: int
     sharded_fraction: float
+
+    @cached_property
+    def output_bytes(self) -> list[int]:
+        """Per region, what readers save of its outputs."""
+        return saved_output_bytes(self.folded, [x.region for x in self.layers], self.recomputes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,8 +184,8 @@ class PipelineProblems:
         tables = self.tables(strategies[0], recomputes)
         context = self._context(strategies[0])
         return [
-            [strategy_costs(table, strategy, context) for strategy in strategies]
-            for table in tables.regions
+            [strategy_costs(layer, strategy, context, num_bytes) for strategy in strategies]
+            for layer, num_bytes in zip(tables.layers, tables.output_bytes, strict=True)
         ]
 
     def fastest_s(self, strategies: Sequence[UniformStrategy]) -> list[tuple[float, float]]:
@@ -188,8 +195,8 @@ class PipelineProblems:
         # Recomputation only adds seconds.
         quick = [s for s in strategies if s.recompute == "none"] or strategies
         least = []
-        for table in tables.regions:
-            each = [microbatch_seconds(table, strategy, context) for strategy in quick]
+        for layer in tables.layers:
+            each = [microbatch_seconds(layer, strategy, context) for strategy in quick]
             forward_s = min(x.forward_s for x in each)
             least.append((forward_s, min(x.forward_s + x.backward_s for x in each)))
         return [least[i.region] for i in tables.folded.instances]
@@ -218,25 +225,22 @@ class PipelineProblems:
         program = search.solve(zero=0, mode=mode)
         solutions = search.solutions(mode)
         loss_bytes = _loss_bytes(folded)
-        figures = RegionFigures(folded, search, solutions, recomputes, self.probe)
-        tables = [
-            RegionTable(
-                search.mesh,
-                partial(figures.price, r),
-                partial(figures.kept, r),
-                parameters_of(region.graph, solution.typing, search.mesh, self._holders[r]),
-                weight_gradients_s(region.graph, solution.rules, search.costs),
+        model = MemoryModel(search.costs, self.probe)
+        layers = tuple(
+            PipelineLayer(
+                TypedRegion(region.graph, of.typing, of.pricer, model, folded.first_floats[r]),
+                parameters_of(region.graph, of.typing, search.mesh, self._holders[r]),
+                weight_gradients_s(region.graph, of.rules, search.costs),
                 loss_bytes.get(r, 0),
-                partial(figures.memory, r),
-                partial(figures.saved_output_bytes, r),
             )
-            for r, (region, solution) in enumerate(zip(folded.regions, solutions, strict=True))
-        ]
+            for r, (region, of) in enumerate(zip(folded.regions, solutions, strict=True))
+        )
         states = program_states(folded, program.typings, search.mesh)
         crossing = _crossing_bytes(folded, [s.typing.outputs for s in solutions], search)
         return ProgramTables(
             folded,
-            tuple(tables),
+            layers,
+            tuple(recomputes),
             crossing,
             states.buffers,
             states.inputs,
@@ -335,20 +339,13 @@ def _crossing_bytes(
 ) -> IntArray:
     """Bytes that cross the boundary before each instance, PARTED_BYTES where there can be none.
     outputs: layouts, per region."""
-    last_reader: dict[tuple[int, int], int] = {}
-    for k, instance in enumerate(folded.instances):
-        for source in instance.sources:
-            if source.kind is SourceKind.VALUE:
-                last_reader[source.instance, source.output] = k
     crossing = np.zeros(len(folded.instances), np.int64)
-    crosses_stages = crossing_values(folded)
-    for (maker, output), reader in last_reader.items():
+    for (maker, output), reader in crossing_readers(folded, is_returned=False).items():
         region = folded.instances[maker].region
         graph = folded.regions[region].graph
         value = graph.values[graph.outputs[output]]
-        if (maker, output) in crosses_stages:
-            size = local_bytes(value, outputs[region][output], search.mesh.sizes)
-            crossing[maker + 1 : reader + 1] += size
+        size = local_bytes(value, outputs[region][output], search.mesh.sizes)
+        crossing[maker + 1 : reader + 1] += size
     for before, after in operators_in_slices(folded):
         crossing[before + 1 : after + 1] += PARTED_BYTES
     return crossing

@@ -1,7 +1,7 @@
 """The best pipeline of one model: stages and strategies per layer on every choice of degrees.
 
     tree of degrees (tree.py), a bound for each
-        -> lowest bound first, until it reaches the best plan found (best_first.best_first),
+        -> lowest bound first, until it reaches the best plan found (one_pass/best_first.py),
            bounds in four tiers, each dearer and higher than the one before:
 
     peak rate, kernels   bounds.py
@@ -15,18 +15,25 @@ is solved already: both kinds share one incumbent and one lower bound.
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from meshfold.cost_models.pipeline.schedules import ScheduleKind
 from meshfold.ir.strategy import UniformStrategy
-from meshfold.passes.pipeline.best_first import BestFirstResult, Solution, best_first
+from meshfold.passes.one_pass.best_first import (
+    Solution,
+    SolvedCandidate,
+    TieredCandidate,
+    best_first,
+)
 from meshfold.passes.pipeline.bounds import KERNELS, PEAK_RATE, kernels_bound_s, peak_rate_bounds_s
 from meshfold.passes.pipeline.interleaved import InterleavedOutcome, search_interleaved
 from meshfold.passes.pipeline.layers import StrategyCosts
 from meshfold.passes.pipeline.problem import PipelineProblem, PipelineProblems
-from meshfold.passes.pipeline.tree import PipelineTree
+from meshfold.passes.pipeline.tree import PipelineTree, degrees_order
 from meshfold.passes.stages.answer import PipelinePlan
 from meshfold.passes.stages.memory_bound import memory_bound_s
 from meshfold.passes.stages.search import StageSearch
@@ -94,140 +101,121 @@ def search_pipelines(
 ) -> PipelineOutcome:
     """The best pipeline that beats `step_s`, the step of the best plan without one, whose own lower
     bound is `lower_bound_s` (both infinite where there is none)."""
-    search = _PipelineSearch(problems, tree, step_s, lower_bound_s)
-    result = search.run()
-    several = search.run_interleaved()
-    searched = tuple(search.searched[i] for i in sorted(search.searched))
-    best = result.solution.plan if result else None
-    bound_s = result.lower_bound_s if result else np.inf
+    race = _Race(problems, tree, step_s)
+    bounds_s = peak_rate_bounds_s(problems, tree).tolist()
+    pipelines = [_Pipeline(race, d, s) for d, s in zip(tree.candidates, bounds_s, strict=True)]
+    without = [SolvedCandidate(lower_bound_s, step_s)] if np.isfinite(step_s) else []
+    result = best_first([*pipelines, *without], tolerance=TOLERANCE)
+    best = result.best.found if isinstance(result.best, _Pipeline) else None
+    bound_s = result.lower_bound_s if result.best else np.inf
+    pruned = Counter[str]()
+    for pipeline in result.left if result.best else ():
+        if isinstance(pipeline, _Pipeline):
+            pruned[pipeline.rule] += tree.num_kinds(pipeline.degrees)
+    several = _search_interleaved(race, pipelines)
     if several.best is not None:
-        best = search.found[several.best[0]]
-        bound_s = min(bound_s, several.bound_s, best.step_s)
-    pruned = search.pruned() if result else {}
-    found = tuple(search.found[i] for i in sorted(search.found))
-    num_left_out = search.num_left_out(several, best.step_s if best else step_s)
-    return PipelineOutcome(best, bound_s, pruned, searched, found, num_left_out)
+        best, bound_s = pipelines[several.best[0]].found, min(bound_s, several.bound_s)
+        bound_s = min(bound_s, race.incumbent_s)
+    searched = tuple((p.degrees, *p.searched) for p in pipelines if p.searched)
+    found = tuple(p.found for p in pipelines if p.found)
+    num_left_out = _num_left_out(race, several)
+    return PipelineOutcome(best, bound_s, dict(pruned), searched, found, num_left_out)
 
 
-class _PipelineSearch:
-    """Candidates in order of their bounds; the last one is the plan without a pipeline."""
+@dataclass
+class _Race:
+    """What all candidates share. incumbent_s: the step of the best plan known."""
 
-    def __init__(
-        self, problems: PipelineProblems, tree: PipelineTree, step_s: float, lower_bound_s: float
-    ) -> None:
-        self.problems = problems
-        self.tree = tree
-        self.degrees = tree.candidates
-        self.without = Solution[PricedPipeline | None](step_s, lower_bound_s, None)
-        self.incumbent_s = step_s
-        self.found: dict[int, PricedPipeline] = {}
-        self._problems: dict[int, PipelineProblem] = {}
-        self._searches: dict[int, StageSearch] = {}
-        self.tiers = dict.fromkeys(range(len(self.degrees)), PEAK_RATE)
-        """The last bound that was asked for, by number of the candidate, until it is solved."""
-        self.searched: dict[int, tuple[UniformStrategy, float, float | None]] = {}
-        """(degrees, lower bound, step) by number of the candidate."""
+    problems: PipelineProblems
+    tree: PipelineTree
+    incumbent_s: float
 
-    def pruned(self) -> dict[str, int]:
-        """Strategies left out, by rule."""
-        pruned: Counter[str] = Counter()
-        for index, rule in self.tiers.items():
-            pruned[rule] += self.tree.num_kinds(self.degrees[index])
-        return dict(pruned)
 
-    def run(self) -> BestFirstResult[PricedPipeline | None] | None:
-        """The winner; None when nothing fits."""
-        candidates = [_key(d) for d in self.degrees]
-        bounds = peak_rate_bounds_s(self.problems, self.tree)
-        if np.isfinite(self.incumbent_s):
-            candidates.append((0,) * len(candidates[0]))
-            bounds = np.append(bounds, self.without.lower_bound_s)
-        refine = [self._kernels_s, self._memory_s, self._stages_s]
-        return best_first(candidates, bounds, self._solve, refine=refine, tolerance=TOLERANCE)
+class _Pipeline(TieredCandidate):
+    """One choice of degrees. found: its best plan; searched: bound and step of its stages, once
+    they are searched, step None where no plan is faster than all before; rule: names the last bound
+    that was asked for."""
 
-    def run_interleaved(self) -> InterleavedOutcome:
-        """Whether a schedule of several virtual stages is faster than all of them."""
-        schedules = {i: self.tree.interleaved_of(self.degrees[i]) for i in self._problems}
-        outcome = search_interleaved(self._problems, schedules, self.incumbent_s)
-        if outcome.best is not None:
-            index, plan = outcome.best
-            self.found[index] = found = priced_pipeline(self._problems[index], plan)
-            self.incumbent_s = found.step_s
-            degrees, bound_s, _ = self.searched.get(index, (self.degrees[index], 0.0, None))
-            self.searched[index] = degrees, min(bound_s, found.step_s), found.step_s
-        return outcome
+    def __init__(self, race: _Race, degrees: UniformStrategy, bound_s: float) -> None:
+        tiers = self._kernels_s, self._memory_s, self._stages_s
+        super().__init__(degrees_order(degrees), bound_s, tiers)
+        self.degrees, self.race = degrees, race
+        self.rule = PEAK_RATE
+        self.found: PricedPipeline | None = None
+        self.searched: tuple[float, float | None] | None = None
 
-    def num_left_out(self, several: InterleavedOutcome, beat_s: float) -> int:
-        """Schedules of several virtual stages that were not searched and that may be faster than
-        beat_s: the bounds of their kernels are below it."""
-        left_out = 0
-        for index, degrees in enumerate(self.degrees):
-            num_offered = len(self.tree.interleaved_of(degrees))
-            kind = ScheduleKind.INTERLEAVED
-            if num_offered and kernels_bound_s(self.problems, self.tree, degrees, kind) < beat_s:
-                left_out += num_offered - several.tried.count(index)
-        return left_out
+    @cached_property
+    def problem(self) -> PipelineProblem:
+        return self.race.problems.problem(self.race.tree.strategies_of(self.degrees))
 
-    def _kernels_s(self, index: int) -> float:
-        if index == len(self.degrees):
-            return 0.0
-        self.tiers[index] = KERNELS
-        return kernels_bound_s(self.problems, self.tree, self.degrees[index])
+    def keep(self, plan: PipelinePlan) -> None:
+        """Make a plan that is faster than all before the best one of this candidate."""
+        self.found = priced_pipeline(self.problem, plan)
+        self.race.incumbent_s = min(self.race.incumbent_s, self.found.step_s)
 
-    def _memory_s(self, index: int) -> float:
-        if index == len(self.degrees):
-            return 0.0
-        self.tiers[index] = MEMORY
-        problem = self._problem(index)
-        kinds = {schedule.kind for schedule in self.tree.schedules_of(self.degrees[index])}
-        return memory_bound_s(problem.chain, kinds) + problem.launch_s
+    def _kernels_s(self) -> float:
+        self.rule = KERNELS
+        return kernels_bound_s(self.race.problems, self.race.tree, self.degrees)
 
-    def _problem(self, index: int) -> PipelineProblem:
-        if index not in self._problems:
-            strategies = self.tree.strategies_of(self.degrees[index])
-            self._problems[index] = self.problems.problem(strategies)
-        return self._problems[index]
+    def _memory_s(self) -> float:
+        self.rule = MEMORY
+        kinds = {schedule.kind for schedule in self.race.tree.schedules_of(self.degrees)}
+        return memory_bound_s(self.problem.chain, kinds) + self.problem.launch_s
 
-    def _stages_s(self, index: int) -> float:
+    def _stages_s(self) -> float:
         """Looks for a plan as well; after it the incumbent is the best of all."""
-        if index == len(self.degrees):
-            return 0.0
-        self.tiers[index] = STAGES
-        problem = self._problem(index)
-        schedules = self.tree.schedules_of(self.degrees[index])
-        search = self._searches[index] = StageSearch(problem.chain, schedules)
-        search.close(self.incumbent_s - problem.launch_s)
-        return self._taken(index)
+        self.rule = STAGES
+        self._stages.close(self.race.incumbent_s - self.problem.launch_s)
+        return self._taken()
 
-    def _solve(self, index: int, limit_s: float) -> Solution[PricedPipeline | None] | float:
-        if index == len(self.degrees):
-            return self.without
-        del self.tiers[index]
-        problem, search = self._problem(index), self._searches.pop(index)
-        search.branch(self.incumbent_s - problem.launch_s, MAX_BRANCHES)
-        bound_s = self._taken(index, search)
-        found = self.found.get(index)
-        return bound_s if found is None else Solution(found.step_s, bound_s, found)
+    def solve(self, _: float, /) -> Solution:
+        """Closes the gap of its stages, as far as that may beat the best plan known."""
+        self._stages.branch(self.race.incumbent_s - self.problem.launch_s, MAX_BRANCHES)
+        bound_s = self._taken()
+        del self._stages
+        return self.solution(bound_s, self.found.step_s if self.found else np.inf)
 
-    def _taken(self, index: int, search: StageSearch | None = None) -> float:
-        """Keeps what the search of one choice of degrees has found; the bound it proves."""
-        search = search or self._searches[index]
-        problem = self._problem(index)
-        bound_s, beat_s = search.bound_s + problem.launch_s, self.incumbent_s - problem.launch_s
-        plan = search.answer(beat_s)
+    @cached_property
+    def _stages(self) -> StageSearch:
+        return StageSearch(self.problem.chain, self.race.tree.schedules_of(self.degrees))
+
+    def _taken(self) -> float:
+        """Keeps what the search of stages has found; the bound it proves."""
+        launch_s = self.problem.launch_s
+        bound_s = self._stages.bound_s + launch_s
+        plan = self._stages.answer(self.race.incumbent_s - launch_s)
         if isinstance(plan, PipelinePlan):
-            self.found[index] = priced_pipeline(problem, plan)
-            self.incumbent_s = min(self.incumbent_s, self.found[index].step_s)
-        found = self.found.get(index)
-        if found is not None:
-            bound_s = min(bound_s, found.step_s)
-        self.searched[index] = self.degrees[index], bound_s, found.step_s if found else None
-        return bound_s
+            self.keep(plan)
+        step_s = self.found.step_s if self.found else None
+        self.searched = min(bound_s, step_s or bound_s), step_s
+        return self.searched[0]
 
 
-def _key(degrees: UniformStrategy) -> tuple[int, ...]:
-    d = degrees
-    return d.pp, *d.degrees, d.microbatches, int(d.sequence_parallel)
+def _search_interleaved(race: _Race, pipelines: Sequence[_Pipeline]) -> InterleavedOutcome:
+    """Whether a schedule of several virtual stages is faster than all of them, on the degrees whose
+    layers are priced."""
+    priced = {k: p.problem for k, p in enumerate(pipelines) if p.rule in (MEMORY, STAGES)}
+    schedules = {k: race.tree.interleaved_of(pipelines[k].degrees) for k in priced}
+    outcome = search_interleaved(priced, schedules, race.incumbent_s)
+    if outcome.best is not None:
+        index, plan = outcome.best
+        best = pipelines[index]
+        best.keep(plan)
+        bound_s, _ = best.searched or (0.0, None)
+        best.searched = min(bound_s, race.incumbent_s), race.incumbent_s
+    return outcome
+
+
+def _num_left_out(race: _Race, several: InterleavedOutcome) -> int:
+    """Schedules of several virtual stages that were not searched and that may be faster than the
+    best plan: the bounds of their kernels are below it."""
+    left_out, kind = 0, ScheduleKind.INTERLEAVED
+    for index, degrees in enumerate(race.tree.candidates):
+        num_offered = len(race.tree.interleaved_of(degrees))
+        if num_offered:
+            least_s = kernels_bound_s(race.problems, race.tree, degrees, kind)
+            left_out += (num_offered - several.tried.count(index)) * (least_s < race.incumbent_s)
+    return left_out
 
 
 def priced_pipeline(problem: PipelineProblem, plan: PipelinePlan) -> PricedPipeline:

@@ -18,7 +18,7 @@ from meshfold.passes.events.stages import stage_events
 from meshfold.passes.graph.typed import layouts_of_values
 from meshfold.passes.graph.variants import split_regions
 from meshfold.passes.memory.zero import sharded_layout
-from meshfold.passes.one_pass.shortlist import CONTENTION_RATIO, SHORTLIST_SIZE
+from meshfold.passes.one_pass.shortlist import close_to_best
 from meshfold.passes.pipeline.layers import StrategyCosts
 from meshfold.passes.pipeline.problem import PipelineProblems
 from meshfold.passes.pipeline.search import PricedPipeline
@@ -74,7 +74,7 @@ class TypedPipeline:
         leave as it is."""
         if choice.layer_costs.strategy.recompute != "selective":
             return KeptResults()
-        kept = self.found.problem.tables.regions[choice.region].kept()
+        kept = self.found.problem.tables.layers[choice.region].region.kept
         layouts = layouts_of_values(self.folded.regions[choice.region].graph, typing)
         conversions = []
         for v, layout in kept.conversions:
@@ -148,9 +148,9 @@ def rank_pipelines(
     problems: PipelineProblems, found: Sequence[PricedPipeline]
 ) -> list[PricedPipeline]:
     """Pipelines of one program, the best first: by simulated time to four digits, then as added up.
-    Those that are no more than CONTENTION_RATIO slower than the best sum are simulated, at most
-    SHORTLIST_SIZE of them (passes/one_pass/shortlist.py); the others follow by their sums."""
+    Those that are close to the best sum are simulated (passes/one_pass/shortlist.py); the others
+    follow by their sums."""
     by_sum = sorted(found, key=lambda x: x.step_s)
-    close = [x for x in by_sum if x.step_s <= CONTENTION_RATIO * by_sum[0].step_s][:SHORTLIST_SIZE]
+    close = close_to_best(by_sum, lambda x: x.step_s)
     ranked = sorted(close, key=lambda x: float(f"{simulated_step_s(problems, x):.3e}"))
     return [*ranked, *by_sum[len(close) :]]

@@ -10,6 +10,7 @@ A candidate is a UniformStrategy of degrees alone; every layer then takes one of
 are named and counted in leaves, under the first rule that applies, as there.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from typing import get_args
 from meshfold.cost_models.pipeline.schedules import Schedule, ScheduleKind
 from meshfold.errors import OptionError
 from meshfold.ir.strategy import Offload, Recompute, UniformStrategy
+from meshfold.passes.one_pass.pruning import Left
 from meshfold.passes.one_pass.tree import (
     CONTEXT,
     NODE,
@@ -39,9 +41,8 @@ LAYERS = "more stages than layers"
 SCHEDULE = "no schedule that is pinned"
 CUT_EXPERTS = "experts shared where layers are cut in pieces"
 
-ALL_KINDS = len(PIPELINE_ZERO_LEVELS) * len(get_args(Recompute))
-KINDS_WITHOUT_ZERO = len(get_args(Recompute))
-"""Strategy candidates below one choice of degrees, ZeRO needing ranks to shard over."""
+EVERY_KIND = tuple(itertools.product(PIPELINE_ZERO_LEVELS, get_args(Recompute)))
+"""(ZeRO level, recompute) of the strategy candidates below one choice of degrees."""
 
 DEGREE_PINS = ("pp", "dp", "ep", "cp", "tp", "dp_shard", "sp", "microbatches")
 
@@ -86,7 +87,11 @@ class PipelineTree:
 
     def strategies_of(self, degrees: UniformStrategy) -> list[UniformStrategy]:
         """What a layer may do under `degrees`."""
-        return [replace(s, offload=self.offload) for s in _strategies(degrees, self.kinds)]
+        return [
+            replace(degrees, zero=zero, recompute=recompute, offload=self.offload)
+            for zero, recompute in self.kinds
+            if zero == 0 or degrees.degrees.zero_ranks > 1
+        ]
 
     def without_shared_experts(self) -> "PipelineTree":
         """Without ep: a cut inside of a layer may part rows from their experts, and only the region
@@ -101,53 +106,43 @@ class PipelineTree:
         return _num_kinds(degrees, self.kinds)
 
 
+def degrees_order(degrees: UniformStrategy) -> tuple[int, ...]:
+    """What decides between equal bounds and equal steps of degrees."""
+    d = degrees
+    return d.pp, *d.degrees, d.microbatches, int(d.sequence_parallel)
+
+
 def grow_pipelines(spec: SearchSpec, num_layers: int) -> PipelineTree:
     """Every candidate that no rule prunes. Raises OptionError naming the rule, and the pins, when
     none is left."""
     offload = _offload_pin(spec)
     kinds = _kinds(spec)
     kind, num_virtual_stages = _schedule_pins(spec)
-    left = list(_all_degrees(spec))
-    pruned: Counter[str] = Counter()
-    num_strategies = _num_strategies(left)
+    left = Left(list(_all_degrees(spec)), lambda d: _num_kinds(d, EVERY_KIND))
+    num_strategies = left.num_strategies
     pins = {k: v for k, v in spec.pins.items() if k in DEGREE_PINS}
-    rules: list[tuple[str, Callable[[UniformStrategy], bool]]] = [
-        (PINNED, lambda d: keeps_pins(d, pins) and _num_kinds(d, kinds) > 0),
-        (BATCH, lambda d: spec.batch_size % (d.degrees.batch_ranks * d.microbatches) == 0),
-        (WHOLE_BATCH, lambda d: not spec.whole_batch or d.dp * d.microbatches == 1),
-        (LAYERS, lambda d: d.pp <= num_layers),
-    ]
+    rules: dict[str, Callable[[UniformStrategy], bool]] = {
+        PINNED: lambda d: keeps_pins(d, pins) and _num_kinds(d, kinds) > 0,
+        BATCH: lambda d: spec.batch_size % (d.degrees.batch_ranks * d.microbatches) == 0,
+        WHOLE_BATCH: lambda d: not spec.whole_batch or d.dp * d.microbatches == 1,
+        LAYERS: lambda d: d.pp <= num_layers,
+    }
     if kind or num_virtual_stages:
-        rules.append(
-            (
-                SCHEDULE,
-                lambda d: bool(
-                    d.pp > 1
-                    and offered_schedules(
-                        d.pp, d.microbatches, num_layers, kind, num_virtual_stages
-                    )
-                ),
-            )
+        asked = kind, num_virtual_stages
+        rules[SCHEDULE] = lambda d: bool(
+            d.pp > 1 and offered_schedules(d.pp, d.microbatches, num_layers, *asked)
         )
-    for name, keeps in rules:
-        retained = [d for d in left if keeps(d)]
-        if not retained:
-            raise OptionError(_why_not(name, spec, num_layers))
-        pruned[name] += _num_strategies(left) - _num_strategies(retained)
-        left = retained
-    further = [d for d in left if not _could_shard_batch(d, spec)]
-    pruned[CONTEXT] += _num_strategies(left) - _num_strategies(further)
-    left = further
-    if NODE not in spec.switched_off:
-        inside = [d for d in left if d.tp <= spec.devices_per_node]
-        pruned[NODE] += _num_strategies(left) - _num_strategies(inside or left)
-        left = inside or left
-    num_left = sum(_num_kinds(d, kinds) for d in left)
-    pruned[PINNED] += _num_strategies(left) - num_left
+    for name, keeps in rules.items():
+        left.require(name, keeps, lambda name, _: _why_not(name, spec, num_layers))
+    left.prune(CONTEXT, lambda d: _could_shard_batch(d, spec))
+    per_node = spec.devices_per_node
+    if NODE not in spec.switched_off and any(d.tp <= per_node for d in left.left):
+        left.prune(NODE, lambda d: d.tp > per_node)
+    pruned = Counter(left.pruned)
+    pruned[PINNED] += left.num_strategies - sum(_num_kinds(d, kinds) for d in left.left)
     counts = {k: n for k, n in sorted(pruned.items()) if n}
-    return PipelineTree(
-        tuple(left), kinds, num_strategies, counts, num_layers, kind, num_virtual_stages, offload
-    )
+    of_schedules = num_layers, kind, num_virtual_stages
+    return PipelineTree(tuple(left.left), kinds, num_strategies, counts, *of_schedules, offload)
 
 
 def _could_shard_batch(degrees: UniformStrategy, spec: SearchSpec) -> bool:
@@ -184,10 +179,6 @@ def _all_degrees(spec: SearchSpec) -> Iterator[UniformStrategy]:
                     )
 
 
-def _every_kind() -> tuple[tuple[int, Recompute], ...]:
-    return tuple((zero, r) for zero in PIPELINE_ZERO_LEVELS for r in get_args(Recompute))
-
-
 def _offload_pin(spec: SearchSpec) -> Offload:
     """What is offloaded in every layer. Raises OptionError for what cannot be."""
     if spec.pins.get("offload", "none") == "none":
@@ -207,31 +198,16 @@ def _kinds(spec: SearchSpec) -> tuple[tuple[int, Recompute], ...]:
     pins = {k: v for k, v in spec.pins.items() if k not in others}
     return tuple(
         (zero, r)
-        for zero, r in _every_kind()
+        for zero, r in EVERY_KIND
         if keeps_pins(UniformStrategy(zero=zero, recompute=r), pins)
     )
 
 
 def _num_kinds(degrees: UniformStrategy, kinds: Sequence[tuple[int, Recompute]]) -> int:
-    """How many `_strategies` are."""
+    """How many may be below `degrees`: ZeRO needs ranks to shard over."""
     if degrees.degrees.zero_ranks > 1:
         return len(kinds)
     return sum(zero == 0 for zero, _ in kinds)
-
-
-def _strategies(
-    degrees: UniformStrategy, kinds: Sequence[tuple[int, Recompute]]
-) -> list[UniformStrategy]:
-    """ZeRO needs ranks to shard over."""
-    return [
-        replace(degrees, zero=zero, recompute=recompute)
-        for zero, recompute in kinds
-        if zero == 0 or degrees.degrees.zero_ranks > 1
-    ]
-
-
-def _num_strategies(degrees: Sequence[UniformStrategy]) -> int:
-    return sum(ALL_KINDS if d.degrees.zero_ranks > 1 else KINDS_WITHOUT_ZERO for d in degrees)
 
 
 def _why_not(name: str, spec: SearchSpec, num_layers: int) -> str:

@@ -1,8 +1,9 @@
 """Writes the chosen strategy down as a Plan."""
 
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from meshfold._version import __version__
 from meshfold.ir.cluster import ClusterSpec
@@ -83,11 +84,7 @@ def assemble_plan(
         precision=options.captured_precision,
         mode=options.mode,
         regions=tuple(_region_plan(best, r, origin[r], planner) for r in range(len(split.regions))),
-        stages=(
-            StagePlan(
-                tuple(RegionRun(split.regions[r].name, first, n) for r, first, n in split.runs)
-            ),
-        ),
+        stages=(StagePlan(runs_of(split, range(len(split.instances)))),),
         memory=best.memory,
         time=best.time,
         baselines=baselines,
@@ -166,12 +163,7 @@ def _region_plan(best: Priced, r: int, origin: int, planner: MeshPlanner) -> Reg
         communication_s=price.total_communication_s,
         saved_bytes=best.saved_bytes[r],
         strategy=candidate.strategy,
-        choice=Alternative(
-            candidate.name,
-            candidate.time_s,
-            candidate.resident_bytes,
-            "taken",
-        ),
+        choice=_alternative(candidate),
         alternatives=_alternatives(candidate, planner.candidates[origin]),
         op_targets=tuple(op.target for op in region.graph.ops),
         slot_names=tuple(slot.name for slot in region.graph.slots),
@@ -184,24 +176,28 @@ def _alternatives(
     """The best candidates that lost: those that nothing beats in time and in memory, nearest
     first."""
     others = [candidate for candidate in candidates if candidate.name != taken.name]
-    full = [x for x in others if len(x.sharded) in (0, x.num_shardable)]
-    ordered = sorted(
-        full, key=lambda candidate: (candidate.time_s, candidate.resident_bytes, candidate.name)
-    )
-    return tuple(
-        Alternative(
-            candidate.name,
-            candidate.time_s,
-            candidate.resident_bytes,
-            why_lost(candidate, taken),
-        )
-        for candidate in ordered[:NUM_ALTERNATIVES]
-    )
+    full = [_alternative(x) for x in others if len(x.sharded) in (0, x.num_shardable)]
+    return losers(_alternative(taken), full)[:NUM_ALTERNATIVES]
 
 
-def why_lost(
-    candidate: StrategyCandidate | Alternative, taken: StrategyCandidate | Alternative
-) -> str:
+def _alternative(candidate: StrategyCandidate) -> Alternative:
+    return Alternative(candidate.name, candidate.time_s, candidate.resident_bytes, "taken")
+
+
+def losers(taken: Alternative, others: Sequence[Alternative]) -> tuple[Alternative, ...]:
+    """`others` by time, each with the reason why it lost."""
+    ordered = sorted(others, key=lambda a: (a.time_s, a.resident_bytes, a.name))
+    return tuple(replace(a, reason=why_lost(a, taken)) for a in ordered)
+
+
+def runs_of(split: FoldedGraph, instances: range) -> tuple[RegionRun, ...]:
+    """The runs of one region among consecutive instances."""
+    regions = [instance.region for instance in split.instances]
+    groups = [(r, list(of)) for r, of in itertools.groupby(instances, key=regions.__getitem__)]
+    return tuple(RegionRun(split.regions[r].name, of[0], len(of)) for r, of in groups)
+
+
+def why_lost(candidate: Alternative, taken: Alternative) -> str:
     """Where `candidate` is worse than what was taken, in words."""
     slower_s = candidate.time_s - taken.time_s
     more_bytes = candidate.resident_bytes - taken.resident_bytes

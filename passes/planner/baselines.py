@@ -10,6 +10,7 @@ accumulation.py.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -19,16 +20,19 @@ from meshfold.ir.cluster import ClusterSpec
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.plan import PricedStrategy
 from meshfold.ir.strategy import UniformStrategy
+from meshfold.passes.one_pass.best_first import Solution, TieredCandidate, best_first
 from meshfold.passes.one_pass.priced import Priced, order_of
 from meshfold.passes.one_pass.search import MeshPlanner
-from meshfold.passes.pipeline.best_first import Solution, best_first
 from meshfold.passes.pipeline.bounds import kernels_bound_s, peak_rate_bounds_s
 from meshfold.passes.pipeline.layers import StrategyCosts
 from meshfold.passes.pipeline.problem import PipelineProblem, PipelineProblems
-from meshfold.passes.pipeline.tree import PipelineTree
+from meshfold.passes.pipeline.tree import PipelineTree, degrees_order
 from meshfold.units import bytes_text
 
 MEGATRON = "Megatron tp+sp in a node, dp outside"
+
+UNIFORM_KIND = ScheduleKind.ONE_F_ONE_B
+"""The schedule of uniform pipelines."""
 
 NUM_UNIFORM = 8
 """Uniform strategies per mesh whose exact costs are taken, the most promising first."""
@@ -91,26 +95,37 @@ class UniformPipeline:
 
 def best_uniform_pipeline(problems: PipelineProblems, tree: PipelineTree) -> UniformPipeline | None:
     """The fastest that fits; None where none does."""
+    bounds_s = peak_rate_bounds_s(problems, tree, UNIFORM_KIND).tolist()
+    of = zip(tree.candidates, bounds_s, strict=True)
+    best = best_first([_UniformDegrees(problems, tree, *x) for x in of]).best
+    return best.found if best else None
 
-    def solve(index: int, _: float) -> Solution[UniformPipeline] | float:
-        strategies = tree.strategies_of(tree.candidates[index])
-        problem = problems.problem(strategies)
-        found = [uniform_pipeline(problems, problem, strategy) for strategy in strategies]
+
+class _UniformDegrees(TieredCandidate):
+    """One choice of degrees. found: the best uniform pipeline on them."""
+
+    def __init__(
+        self,
+        problems: PipelineProblems,
+        tree: PipelineTree,
+        degrees: UniformStrategy,
+        bound_s: float,
+    ) -> None:
+        kernels_s = partial(kernels_bound_s, problems, tree, degrees, UNIFORM_KIND)
+        super().__init__(degrees_order(degrees), bound_s, [kernels_s])
+        self.found: UniformPipeline | None = None
+        self._problems, self._strategies = problems, tree.strategies_of(degrees)
+
+    def solve(self, _: float, /) -> Solution:
+        """The best of all strategies."""
+        problems = self._problems
+        problem = problems.problem(self._strategies)
+        found = [uniform_pipeline(problems, problem, strategy) for strategy in self._strategies]
         fitting = [x for x in found if x is not None]
         if not fitting:
-            return np.inf
-        best = min(fitting, key=lambda x: (x.step_s, x.strategy.label))
-        return Solution(best.step_s, best.step_s, best)
-
-    kind = ScheduleKind.ONE_F_ONE_B
-
-    def kernels_s(index: int) -> float:
-        return kernels_bound_s(problems, tree, tree.candidates[index], kind)
-
-    bounds = peak_rate_bounds_s(problems, tree, kind)
-    keys = [(d.pp, *d.degrees, d.microbatches, d.sequence_parallel) for d in tree.candidates]
-    found = best_first(keys, bounds, solve, refine=[kernels_s])
-    return None if found is None else found.solution.plan
+            return Solution(np.inf)
+        self.found = min(fitting, key=lambda x: (x.step_s, x.strategy.label))
+        return self.solution(self.found.step_s, self.found.step_s)
 
 
 def uniform_pipeline(
@@ -120,7 +135,7 @@ def uniform_pipeline(
     by_region = problems.layer_costs([strategy])
     layers = [by_region[i.region][0] for i in problems.folded.instances]
     boundaries = even_boundaries(problems.folded, strategy.pp)
-    schedule = Schedule(ScheduleKind.ONE_F_ONE_B, strategy.pp, strategy.microbatches)
+    schedule = Schedule(UNIFORM_KIND, strategy.pp, strategy.microbatches)
     stages = [layers[a:b] for a, b in zip(boundaries, boundaries[1:], strict=False)]
     peaks = [
         _peak_bytes(stage, int(problem.chain.resident_bytes[first]), in_flight)

@@ -6,7 +6,6 @@ Meshes go in order of their bound, which rises while their regions are typed one
 simulated, and meshes whose bound is below what they simulate to (one_pass/shortlist.py).
 """
 
-import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,7 @@ from meshfold.ir.plan import SearchStats
 from meshfold.ir.strategy import Degrees, UniformStrategy
 from meshfold.passes.graph.reads import program_reads
 from meshfold.passes.memory.region import MemoryModel
+from meshfold.passes.one_pass.best_first import BoundQueue, best_first
 from meshfold.passes.one_pass.bounds import LeastCompute, Room, least_compute, least_step_s
 from meshfold.passes.one_pass.candidate_mesh import CandidateMesh
 from meshfold.passes.one_pass.priced import MeshPlan, NoMeshFits, order_of
@@ -38,9 +38,7 @@ from meshfold.passes.one_pass.shortlist import (
 )
 from meshfold.passes.one_pass.tree import NODE, Tree, grow_tree
 from meshfold.passes.planner.assembly import PlanRequest
-from meshfold.passes.planner.find_pipeline import (
-    search_spec,
-)
+from meshfold.passes.planner.find_pipeline import search_spec
 from meshfold.passes.region.pins import pinned_slots
 from meshfold.passes.region.typing import MeshSearch
 
@@ -140,68 +138,62 @@ class MeshRace:
         ):
             by_mesh.setdefault(strategy.degrees, []).append(strategy)
         state = MeshRecord(Counter(tree.pruned))
-        meshes: list[CandidateMesh] = []
         for is_second in (False, True):
             wave = {
                 d: strategies for d, strategies in by_mesh.items() if (d.ep * d.cp > 1) == is_second
             }
-            of_wave = [self._candidate_mesh(*item) for item in wave.items()]
-            self._best_first(of_wave, state, len(by_mesh))
-            meshes += of_wave
-        if not state.planners and not state.skipped:
+            self._best_first(wave, state, len(by_mesh))
+        if not state.left and not state.planned:
             raise self._no_mesh(by_mesh, state.pruned)
         if state.best is None:
+            plans = state.plans.values()
             return NoMeshFits(
-                tuple(p.smallest for p in state.plans.values() if p.smallest is not None),
-                all(math.isinf(p.lower_bound_s) for p in state.plans.values()),
+                tuple(p.smallest for p in plans if p.smallest is not None),
+                all(math.isinf(p.lower_bound_s) for p in plans),
             )
-        ranked = self._beyond_sums(meshes, state, len(by_mesh))
+        ranked = self._beyond_sums(state)
         state.best = ranked[0].priced, ranked[0].planner
         state.simulated_s = simulated_times(ranked)
-        return Found(ranked[0], tuple(state.plans), search_stats(tree, state), ())
-
-    def _candidate_mesh(self, degrees: Degrees, strategies: list[UniformStrategy]) -> CandidateMesh:
-        costs = CostModel(self.cluster, self._mesh(degrees))
-        return CandidateMesh(
-            self.folded,
-            costs,
-            degrees,
-            strategies,
-            self._bare_bound_s(degrees, costs),
-            lambda: self._search(degrees),
-            self._least_compute,
-        )
+        return Found(ranked[0], tuple(state.plans), search_stats(tree, state, BOUND), ())
 
     def _best_first(
-        self, meshes: Sequence[CandidateMesh], state: MeshRecord, num_meshes: int
+        self,
+        by_mesh: Mapping[Degrees, list[UniformStrategy]],
+        state: MeshRecord,
+        num_meshes: int,
     ) -> None:
-        """The mesh of the lowest bound goes on: its next region is typed, then it is planned; until
-        none can beat the best. Those whose tp axis shards no weights are left out."""
+        """Plan the meshes of a wave that may beat the best one so far."""
+
+        def typed(mesh: CandidateMesh) -> MeshPlanner | None:
+            self._tell(mesh, state, num_meshes)
+            return self._typed_planner(mesh, state.pruned)
+
+        def candidate(degrees: Degrees, strategies: list[UniformStrategy]) -> CandidateMesh:
+            costs = CostModel(self.cluster, self._mesh(degrees))
+            bare_s = self._bare_bound_s(degrees, costs)
+            of = self.folded, costs, degrees, strategies, bare_s
+            search = lambda: self._search(degrees)  # noqa: E731
+            return CandidateMesh(*of, search, typed, self._least_compute, self._planned)
+
+        meshes = [candidate(*item) for item in by_mesh.items()]
+        prunes = BOUND not in self.options.without_rules
         for mesh in meshes:
             # In their own order: what the first finds on its dp axis serves the others, too.
-            if not self._is_beaten(mesh.bound_s, state):
+            if not prunes or mesh.bound_s < state.best_s:
                 mesh.search()
-        queue = [(c.bound_s, c.mesh.sizes, k) for k, c in enumerate(meshes)]
-        heapq.heapify(queue)
-        skipped: dict[int, float] = {}
-        while queue:
-            bound_s, _, k = heapq.heappop(queue)
-            mesh = meshes[k]
-            if self._is_beaten(bound_s, state):
-                state.pruned[BOUND] += len(mesh.strategies)
-                if mesh.planner is None:
-                    skipped[k] = bound_s
-                    self._tell(mesh, state, num_meshes)
-            elif mesh.planner is not None and mesh.is_bounded:
-                self._plan(mesh.planner, state)
-            elif mesh.raise_bound() or self._is_typed(mesh, state, num_meshes):
-                heapq.heappush(queue, (mesh.bound_s, mesh.mesh.sizes, k))
-        state.planners += [c.planner for c in meshes if c.planner is not None]
-        state.skipped += [(str(meshes[k].mesh), skipped[k]) for k in sorted(skipped)]
+        found = best_first(meshes, beat_s=state.best_s, prunes=prunes)
+        for mesh in found.left:
+            if mesh.planner is None and math.isfinite(mesh.bound_s):
+                self._tell(mesh, state, num_meshes)
+        state.meshes += meshes
+        state.planned += found.solved
+        if found.best is not None:
+            assert found.best.planner and found.best.plan and found.best.plan.best
+            best = found.best.plan.best
+            if state.best is None or order_of(best) < order_of(state.best[0]):
+                state.best = best, found.best.planner
 
-    def _beyond_sums(
-        self, meshes: Sequence[CandidateMesh], state: MeshRecord, num_meshes: int
-    ) -> list[Shortlisted]:
+    def _beyond_sums(self, state: MeshRecord) -> list[Shortlisted]:
         """The shortlist, the best simulated step first. Where that is above the best sum, meshes
         whose bound is between them may simulate faster: MOST_BEYOND of them, planned already or
         now, are simulated, too, the lowest sum or bound first; all where no bound is in force."""
@@ -212,27 +204,25 @@ class MeshRace:
         ]
         others.sort(key=lambda f: order_of(f.priced))
         # What is planned already may fit and have had no program that beats the sums so far.
-        without = {
-            k for k, p in state.plans.items() if p.best is None and math.isfinite(p.lower_bound_s)
-        }
-        left = [
+        without = [
             m
-            for m in meshes
-            if m.planner in without or (m.planner not in state.plans and m.bound_s >= state.best_s)
+            for m in state.planned
+            if m.plan and not m.plan.best and math.isfinite(m.plan.lower_bound_s)
         ]
+        queue = BoundQueue([*without, *state.left])
         is_bounded = BOUND not in self.options.without_rules
-        for _ in range(MOST_BEYOND if is_bounded else len(meshes)):
+        for _ in range(MOST_BEYOND if is_bounded else len(state.meshes)):
             limit_s = simulated_step_s(ranked[0])
             next_s = min([limit_s, *(f.priced.time.step_s for f in others[:1])])
-            mesh = self._next_below(left, next_s, state, num_meshes)
+            mesh = queue.pop(next_s)
             if mesh is not None and mesh.planner is not None:
-                left.remove(mesh)
-                if mesh.planner not in without:
-                    state.pruned[BOUND] -= len(mesh.strategies)
-                plan = state.plans[mesh.planner] = self._planned(mesh.planner, limit_s)
-                if plan.best is None:
+                if mesh.plan is None:
+                    state.planned.append(mesh)
+                mesh.solve(limit_s)
+                assert mesh.plan is not None
+                if mesh.plan.best is None:
                     continue
-                found = Shortlisted(plan.best, mesh.planner)
+                found = Shortlisted(mesh.plan.best, mesh.planner)
             elif others and next_s < limit_s:
                 found = others.pop(0)
             else:
@@ -240,26 +230,10 @@ class MeshRace:
             ranked = by_simulation([*ranked, simulated(found)])
         return ranked
 
-    def _next_below(
-        self, left: list[CandidateMesh], limit_s: float, state: MeshRecord, num_meshes: int
-    ) -> CandidateMesh | None:
-        """The mesh of the lowest bound, typed and with memory in it, if that is below a limit."""
-        while left and (mesh := min(left, key=lambda m: m.bound_s)).bound_s < limit_s:
-            if mesh.planner is not None and mesh.is_bounded:
-                return mesh
-            if mesh.raise_bound():
-                continue
-            state.skipped = [of for of in state.skipped if of[0] != str(mesh.mesh)]
-            if self._is_typed(mesh, state, num_meshes) and mesh.planner is not None:
-                state.planners.append(mesh.planner)
-            else:
-                left.remove(mesh)
-        return None
-
-    def _planned(self, planner: MeshPlanner, incumbent_s: float) -> MeshPlan:
+    def _planned(self, planner: MeshPlanner, beat_s: float) -> MeshPlan:
         """The plan of a mesh; without a program in which tp is dp in all layers: that is one of the
         mesh with so much more dp."""
-        plan = planner.plan(incumbent_s)
+        plan = planner.plan(beat_s)
         strategy = planner.strategies[0]
         has_twin = self.request.batch_size % (strategy.dp * strategy.tp) == 0
         is_free = self.options.pins.keys().isdisjoint(("dp", "tp"))
@@ -268,14 +242,6 @@ class MeshRace:
                 return replace(plan, best=None)
         return plan
 
-    def _plan(self, planner: MeshPlanner, state: MeshRecord) -> None:
-        plan = state.plans[planner] = self._planned(planner, state.best_s)
-        if plan.best and (not state.best or order_of(plan.best) < order_of(state.best[0])):
-            state.best = plan.best, planner
-
-    def _is_beaten(self, bound_s: float, state: MeshRecord) -> bool:
-        return bound_s >= state.best_s and BOUND not in self.options.without_rules
-
     def _tell(self, mesh: CandidateMesh, state: MeshRecord, num_meshes: int) -> None:
         """Progress: one more mesh is typed, or left."""
         state.num_done += 1
@@ -283,17 +249,13 @@ class MeshRace:
             bare = UniformStrategy(**mesh.degrees._asdict())
             self.progress(state.num_done, num_meshes, bare.label)
 
-    def _is_typed(self, mesh: CandidateMesh, state: MeshRecord, num_meshes: int) -> bool:
-        """Type all of a mesh; False if it cannot keep a pin or its tp axis shards no weights."""
-        self._tell(mesh, state, num_meshes)
+    def _typed_planner(self, mesh: CandidateMesh, pruned: Counter[str]) -> MeshPlanner | None:
+        """All of a mesh typed; None if it cannot keep a pin or its tp axis shards no weights."""
         planner = self.mesh_planner(mesh.degrees, mesh.strategies)
-        if not planner.has_candidates:
-            state.pruned[LAYOUT_PIN] += len(mesh.strategies)
-        elif planner.sharded_fraction > 0:
-            mesh.planner = planner
-        else:
-            state.pruned[UNSHARDED] += len(mesh.strategies)
-        return mesh.planner is not None
+        if planner.has_candidates and planner.sharded_fraction > 0:
+            return planner
+        pruned[UNSHARDED if planner.has_candidates else LAYOUT_PIN] += len(mesh.strategies)
+        return None
 
     def _bare_bound_s(self, degrees: Degrees, costs: CostModel) -> float:
         """A bound on a mesh before its regions are typed; 0 if dp is not known from another."""

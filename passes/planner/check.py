@@ -52,7 +52,7 @@ def price_plan(folded: FoldedGraph, plan: Plan, probe: Probe) -> Plan:
     ]
     model = MemoryModel(costs, probe)
     prices = _prices(split, typings, pricers, model)
-    prices = _with_hosts(split, typings, prices, offloads, costs, probe)
+    prices = _with_hosts(split, typings, prices, offloads, model)
     memory, saved_bytes = model.step(
         split,
         typings,
@@ -86,13 +86,12 @@ def _prices(
     model: MemoryModel,
 ) -> list[RegionPrice]:
     """The price of each region, recomputation included."""
-    floats = {i.region: i.floats for i in split.instances}
     return [
         pricer.price(
             t.slots,
             t.recompute,
             reshard_after_forward=t.reshard_after_forward,
-            selective=model.recompute_price(pricer.graph, t, floats[r], pricer),
+            selective=model.recompute_price(pricer.graph, t, split.first_floats[r], pricer),
         )
         for r, (pricer, t) in enumerate(zip(pricers, typings, strict=True))
     ]
@@ -127,12 +126,11 @@ def _with_hosts(
     typings: Sequence[RegionTyping],
     prices: Sequence[RegionPrice],
     offloads: Sequence[Offload],
-    costs: CostModel,
-    probe: Probe,
+    model: MemoryModel,
 ) -> list[RegionPrice]:
     """The prices with what offloaded regions send to their host. Raises PlanMismatchError where the
     link to it is unknown."""
-    cluster = costs.cluster
+    costs, cluster = model.costs, model.costs.cluster
     for name, rate, what in (
         ("host_bytes_per_s", cluster.host_bytes_per_s, {"optimizer", "activations"}),
         ("host_memory_bytes_per_s", cluster.host_memory_bytes_per_s, {"optimizer"}),
@@ -142,13 +140,12 @@ def _with_hosts(
                 "the plan offloads to the host, and nothing is known about the link between device "
                 f"and host, or its memory; give {name} of the devices in the plan's cluster"
             )
-    floats = {i.region: i.floats for i in split.instances}
     facts = slot_facts(split)
     found = []
     for r, (price, offload) in enumerate(zip(prices, offloads, strict=True)):
         if offload != "none":
             graph = split.regions[r].graph
-            memory = MemoryModel(costs, probe).region(graph, typings[r], floats[r])
+            memory = model.region(graph, typings[r], split.first_floats[r])
             layouts, of = typings[r].slots, facts[r]
             updated = updated_bytes(graph, layouts, of, costs.mesh)
             trained = [i for i in of.first if graph.values[i].requires_grad]

@@ -8,6 +8,7 @@ tp x pp x dp and microbatches as fit best, 1f1b with the least warm-up.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -207,22 +208,12 @@ def _baselines(
 ) -> tuple[PricedStrategy, ...]:
     rows = []
     if without is not None:
-        rows.append(
-            PricedStrategy(
-                "best plan in one pass",
-                without.strategy,
-                without.time.step_s,
-                without.memory.peak,
-                without.memory.fits,
-            )
-        )
-    uniform = best_uniform_pipeline(problems, tree)
-    if uniform is not None:
-        rows.append(
-            PricedStrategy(
-                "best uniform 3D", uniform.strategy, uniform.step_s, uniform.peak_bytes, True
-            )
-        )
+        memory, step_s = without.memory, without.time.step_s
+        of = without.strategy, step_s, memory.peak, memory.fits
+        rows.append(PricedStrategy("best plan in one pass", *of))
+    if (uniform := best_uniform_pipeline(problems, tree)) is not None:
+        of = uniform.strategy, uniform.step_s, uniform.peak_bytes, True
+        rows.append(PricedStrategy("best uniform 3D", *of))
     return tuple(rows)
 
 
@@ -232,11 +223,7 @@ def _stats(
     """Statistics of both searches together. best_s: of the best pipeline, as simulated."""
     best = outcome.best
     earlier = without.search if without else SearchStats(0, 0, 0, lower_bound_s=float("inf"))
-    pruned = dict(earlier.pruned)
-    for name, count in tree.pruned.items():
-        pruned[name] = pruned.get(name, 0) + count
-    for name, count in outcome.pruned.items():
-        pruned[name] = pruned.get(name, 0) + count
+    pruned = Counter(earlier.pruned) + Counter(tree.pruned) + Counter(outcome.pruned)
     left_out = {
         rule: n
         for rule in sorted((*RESTRICTIONS, CUT_EXPERTS))

@@ -4,7 +4,6 @@ Its program is typed on the mesh of one stage (pipeline/simulated.py); on the pp
 shared and every type is Invariant.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -19,20 +18,20 @@ from meshfold.ir.plan import (
     Plan,
     PricedStrategy,
     RegionPlan,
-    RegionRun,
     SearchStats,
     StageCosts,
     StagePlan,
     TimeEstimate,
 )
 from meshfold.ir.spmd import INVARIANT, Layout
-from meshfold.ir.strategy import KeptResults, OpTyping, RegionTyping, UniformStrategy
+from meshfold.ir.strategy import KeptResults, OpTyping, RegionTyping
 from meshfold.passes.fold.assemble import graph_fingerprint
+from meshfold.passes.graph.variants import most_used
 from meshfold.passes.pipeline.layers import StrategyCosts
 from meshfold.passes.pipeline.problem import PipelineProblems
 from meshfold.passes.pipeline.search import PricedPipeline
-from meshfold.passes.pipeline.simulated import RegionChoice, TypedPipeline
-from meshfold.passes.planner.assembly import why_lost
+from meshfold.passes.pipeline.simulated import TypedPipeline
+from meshfold.passes.planner.assembly import losers, runs_of
 from meshfold.passes.planner.check import placements
 
 T = TypeVar("T")
@@ -56,7 +55,9 @@ def assemble_pipeline(
         model=model,
         cluster=problems.cluster,
         mesh=writer.mesh,
-        strategy=writer.most_used(),
+        strategy=most_used(
+            typed.split, [typed.choices[r].layer_costs.strategy for r in range(len(typed.choices))]
+        ),
         pins=dict(options.pins),
         optimizer=options.optimizer,
         seed=options.seed,
@@ -76,23 +77,30 @@ def assemble_pipeline(
     )
 
 
+def _of_device(
+    found: PricedPipeline, needs: Sequence[float]
+) -> tuple[tuple[int, ...], list[StrategyCosts]]:
+    """Numbers of the stages and the layers of the device that needs most, the first of several."""
+    worst = max(range(len(needs)), key=lambda i: (needs[i], -i))
+    numbers = found.plan.schedule.stages_of(worst)
+    stages = [found.plan.stages[s] for s in numbers]
+    return numbers, [x for stage in stages for x in found.layers[stage.first : stage.end]]
+
+
 def step_time(found: PricedPipeline) -> TimeEstimate:
     """The step by component, of the device that ends last."""
     problem, m = found.problem, found.problem.degrees.microbatches
-    worst = max(range(len(found.device_s)), key=lambda i: (found.device_s[i], -i))
-    schedule = found.plan.schedule
-    numbers = schedule.stages_of(worst)
-    stages = [found.plan.stages[s] for s in numbers]
-    layers = [x for stage in stages for x in found.layers[stage.first : stage.end]]
+    numbers, layers = _of_device(found, found.device_s)
     forward_s = m * sum(x.compute_forward_s for x in layers)
     backward_s = m * sum(x.compute_backward_s for x in layers)
-    busy_s = m * sum(stage.forward_s + stage.backward_s for stage in stages)
+    stages = found.plan.stages
+    busy_s = m * sum(stages[s].forward_s + stages[s].backward_s for s in numbers)
     exposed_s = sum(x.exposed_s + x.tied_s for x in layers)
     optimizer_s = sum(x.optimizer_s for x in layers) + problem.launch_s
     exposed_s += max(0.0, busy_s - forward_s - backward_s)
-    hop_s = problem.chain.hop_s
-    entries = (b for s in numbers for b in (s, s + 1) if schedule.crosses_devices(b))
-    hops_s = m * sum(hop_s[found.plan.stages[b].first] for b in entries)
+    crosses = found.plan.schedule.crosses_devices
+    entries = (b for s in numbers for b in (s, s + 1) if crosses(b))
+    hops_s = m * sum(problem.chain.hop_s[stages[b].first] for b in entries)
     by_axis = {
         name: m * sum(x.graph_s.get(name, 0.0) for x in layers) for name in problem.mesh.names
     }
@@ -119,13 +127,9 @@ def _data_axis(mesh: Mesh) -> str:
 
 def worst_memory(problems: PipelineProblems, found: PricedPipeline) -> MemoryEstimate:
     """The memory that the plan of a pipeline states: of the device that needs most."""
-    problem, p = found.problem, found.problem.degrees.pp
-    needs = found.plan.memory_bytes
-    worst = max(range(p), key=lambda i: (needs[i], -i))
-    schedule = found.plan.schedule
-    numbers = schedule.stages_of(worst)
+    problem = found.problem
+    numbers, layers = _of_device(found, found.plan.memory_bytes)
     stages = [found.plan.stages[s] for s in numbers]
-    layers = [x for stage in stages for x in found.layers[stage.first : stage.end]]
     largest = max(layers, key=lambda x: x.workspace_bytes)
     gathered = min(largest.gathered_bytes, largest.workspace_bytes)
     activations = 0
@@ -157,25 +161,10 @@ class _Writer:
         self.split, self.choices = typed.split, typed.choices
         self.search, self.program = typed.search, typed.program
 
-    def most_used(self) -> UniformStrategy:
-        """What most ops do."""
-        weights: Counter[UniformStrategy] = Counter()
-        for instance in self.split.instances:
-            num_ops = len(self.split.regions[instance.region].graph.ops)
-            weights[self.choices[instance.region].layer_costs.strategy] += num_ops
-        return max(weights, key=lambda s: (weights[s], s.label))
-
     def stage(self, number: int) -> StagePlan:
         """A stage's runs and costs."""
         stage = self.found.plan.stages[number]
         device = self.found.plan.schedule.device_of(number)
-        runs: list[RegionRun] = []
-        for k in range(stage.first, stage.end):
-            name = self.split.regions[self.split.instances[k].region].name
-            if runs and runs[-1].region == name:
-                runs[-1] = replace(runs[-1], count=runs[-1].count + 1)
-            else:
-                runs.append(RegionRun(name, k, 1))
         layer_costs = StageCosts(
             forward_s=stage.forward_s,
             backward_s=stage.backward_s,
@@ -184,7 +173,7 @@ class _Writer:
             in_flight=stage.in_flight,
             peak_bytes=self.found.plan.memory_bytes[device] + self.found.problem.fixed_bytes,
         )
-        return StagePlan(tuple(runs), layer_costs)
+        return StagePlan(runs_of(self.split, range(stage.first, stage.end)), layer_costs)
 
     def region(self, r: int) -> RegionPlan:
         """What one region of the split graph does."""
@@ -192,7 +181,12 @@ class _Writer:
         instances = [i for i in self.split.instances if i.region == r]
         typing = self._typing(r)
         price = self.program.prices[choice.region]
-        taken = self._alternative(choice.layer_costs, "taken")
+        strategy, taken = choice.layer_costs.strategy, self._alternative(choice.layer_costs)
+        others = [
+            self._alternative(x)
+            for (region, _), x in self.found.problem.layer_costs.items()
+            if region == choice.region and x.strategy != strategy
+        ]
         return RegionPlan(
             name=region.name,
             fingerprint=graph_fingerprint(self.problems.folded.regions[choice.region].graph),
@@ -206,9 +200,9 @@ class _Writer:
             backward_s=choice.layer_costs.compute_backward_s,
             communication_s=self._communication_s(choice.layer_costs),
             saved_bytes=choice.layer_costs.activation_bytes,
-            strategy=choice.layer_costs.strategy,
+            strategy=strategy,
             choice=taken,
-            alternatives=self._alternatives(choice, taken),
+            alternatives=losers(taken, others),
             op_targets=tuple(op.target for op in region.graph.ops),
             slot_names=tuple(slot.name for slot in region.graph.slots),
         )
@@ -220,23 +214,14 @@ class _Writer:
             by_axis[data] += 2 * layer_costs.gather_s + layer_costs.shard_reduce_s
         return by_axis
 
-    def _alternative(self, layer_costs: StrategyCosts, reason: str) -> Alternative:
+    def _alternative(self, layer_costs: StrategyCosts) -> Alternative:
         m = self.found.problem.degrees.microbatches
         return Alternative(
             layer_costs.strategy.label,
             m * (layer_costs.forward_s + layer_costs.backward_s) + layer_costs.sync_s,
             layer_costs.state_bytes + layer_costs.activation_bytes,
-            reason,
+            "taken",
         )
-
-    def _alternatives(self, choice: RegionChoice, taken: Alternative) -> tuple[Alternative, ...]:
-        others = [
-            self._alternative(x, "")
-            for (region, _), x in self.found.problem.layer_costs.items()
-            if region == choice.region and x.strategy != choice.layer_costs.strategy
-        ]
-        ordered = sorted(others, key=lambda a: (a.time_s, a.resident_bytes, a.name))
-        return tuple(replace(a, reason=why_lost(a, taken)) for a in ordered)
 
     # Types on the whole mesh.
 

@@ -16,9 +16,8 @@ from meshfold.ir.spmd import Layout, SpmdType, local_shape
 from meshfold.ir.strategy import KeptResults, OpTyping, RegionTyping
 from meshfold.passes.graph.typed import layouts_of_values
 from meshfold.passes.rules.localize import localize
-from meshfold.passes.rules.ops.random import draw_of
+from meshfold.passes.rules.ops.random import with_own_draw
 from meshfold.passes.rules.table import AxisRule, region_rules, rules_inside
-from meshfold.passes.split.samples import rebound
 
 UNFLATTEN, UNBIND = "aten.unflatten.int", "aten.unbind.int"
 RESHAPE, STACK = "aten.reshape.default", "aten.stack.default"
@@ -152,7 +151,7 @@ class _ChunkWriter:
             else:
                 operands = [self._together(v) for v in op.operands]
                 shapes = [self.unsplit.values[v].shape for v in op.outputs]
-                op = replace(op, draw=draw_of(op, k))
+                op = with_own_draw(op, k)
                 typing = self.typing.ops[k]
                 computed = self._write(op, op.args, op.kwargs, operands, typing, shapes, k)
                 self.at.update(zip(op.outputs, computed, strict=True))
@@ -291,16 +290,13 @@ class _ChunkWriter:
         origin: int = -1,
     ) -> tuple[int, ...]:
         """Write `op` with other operands; its results, of these shapes. origin: see origins."""
-        refs = iter(operands)
-        args = tuple(rebound(arg, refs) for arg in args)
-        kwargs = tuple((name, rebound(arg, refs)) for name, arg in kwargs)
         first = len(self.values)
         self.values += [
             replace(self.unsplit.values[v], shape=shape)
             for v, shape in zip(op.outputs, shapes, strict=True)
         ]
         outputs = tuple(range(first, len(self.values)))
-        self.ops.append(replace(op, args=args, kwargs=kwargs, outputs=outputs))
+        self.ops.append(replace(op, args=args, kwargs=kwargs).on_values(operands, outputs))
         self.typings.append(typing)
         self.origins.append(origin)
         return outputs

@@ -13,7 +13,6 @@ plan is for; on a graph that has it already that changes nothing.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from meshfold.ir.op_graph import Arg, FoldedGraph, Op, OpGraph, Ref, Value
@@ -127,7 +126,7 @@ def _joined(graph: OpGraph, head: _Head) -> OpGraph:
     return replace(
         graph,
         values=(*values[:gone], *values[gone + 1 :]),
-        ops=tuple(_renumbered(op, numbers) for op in kept),
+        ops=tuple(op.renumbered(numbers) for op in kept),
         outputs=tuple(numbers[v] for v in graph.outputs),
         mutations=tuple((slot, numbers[v]) for slot, v in graph.mutations),
     )
@@ -161,17 +160,3 @@ def _loss(graph: OpGraph, head: _Head, x: Arg) -> Op:
     rows = arguments["self"] if head.views else x
     args = (rows, matrix, arguments["target"], bias, arguments.get("weight"))
     return replace(loss, target=LINEAR_CROSS_ENTROPY, args=args, kwargs=tuple(rest.items()))
-
-
-def _renumbered(op: Op, numbers: Mapping[int, int]) -> Op:
-    def arg(a: Arg) -> Arg:
-        if isinstance(a, Ref):
-            return Ref(numbers[a.index])
-        return tuple(map(arg, a)) if isinstance(a, tuple) else a
-
-    return replace(
-        op,
-        args=tuple(map(arg, op.args)),
-        kwargs=tuple((name, arg(a)) for name, a in op.kwargs),
-        outputs=tuple(numbers[v] for v in op.outputs),
-    )

@@ -61,7 +61,6 @@ from meshfold.passes.split.samples import (
     follow_samples,
     is_per_microbatch,
     made_without_batch,
-    rebound,
 )
 
 UNSLICED: Layout = (INVARIANT,)
@@ -319,11 +318,9 @@ class _Writer:
         for k, chosen in enumerate(self.typing.ops):
             args, kwargs = localize(graph, k, chosen, self.sizes)
             operands = zip(graph.ops[k].operands, chosen.inputs, strict=True)
-            refs = iter([self._in(v, layout) for v, layout in operands])
-            args = tuple(rebound(arg, refs) for arg in args)
-            kwargs = tuple((name, rebound(arg, refs)) for name, arg in kwargs)
+            read = [self._in(v, layout) for v, layout in operands]
             op = replace(graph.ops[k], args=args, kwargs=kwargs, draw=self._draw(k))
-            self._add(k, chosen, op)
+            self._add(k, chosen, op.on_values(read, op.outputs))
         outputs = zip(graph.outputs, self.typing.outputs, strict=True)
         leaving = tuple(self._in(v, layout) for v, layout in outputs)
         return OpGraph(graph.slots, tuple(self.values), tuple(self.ops), leaving, graph.mutations)

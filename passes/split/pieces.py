@@ -18,19 +18,16 @@ from itertools import pairwise
 
 from meshfold.cost_models.op_costs.compute import op_work
 from meshfold.ir.op_graph import (
-    Arg,
     FoldedGraph,
     Instance,
-    Op,
     OpGraph,
-    Ref,
     Region,
     Slot,
     SlotKind,
     Source,
     SourceKind,
 )
-from meshfold.passes.rules.ops.random import draw_of
+from meshfold.passes.rules.ops.random import with_own_draw
 from meshfold.passes.split.loss_counts import takes_mean
 
 PIECES_PER_STAGE = 3
@@ -252,25 +249,8 @@ def _part(
     part = OpGraph(
         tuple(graph.slots[v] if v < len(graph.slots) else Slot(SlotKind.VALUE) for v in slots),
         tuple(graph.values[v] for v in number),
-        tuple(_renumbered(graph.ops[k], number, k) for k in ops),
+        tuple(with_own_draw(graph.ops[k], k).renumbered(number) for k in ops),
         tuple(number[v] for v in outputs),
         tuple((number[slot], number[v]) for slot, v in updates),
     )
     return _Part(part, slots, outputs)
-
-
-def _renumbered(op: Op, number: Mapping[int, int], own: int) -> Op:
-    """Op number `own` of a region as one of its parts has it."""
-
-    def walk(arg: Arg) -> Arg:
-        if isinstance(arg, Ref):
-            return Ref(number[arg.index])
-        return tuple(map(walk, arg)) if isinstance(arg, tuple) else arg
-
-    return replace(
-        op,
-        args=tuple(map(walk, op.args)),
-        kwargs=tuple((name, walk(arg)) for name, arg in op.kwargs),
-        outputs=tuple(number[v] for v in op.outputs),
-        draw=draw_of(op, own),
-    )

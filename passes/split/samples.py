@@ -4,13 +4,13 @@ What splits a batch without communication (microbatches, passes/split/microbatch
 of a region, passes/split/micro_chunks.py) reads here which dim of every value is the batch, if any.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.cluster import ClusterSpec
 from meshfold.ir.mesh import Mesh, MeshAxis
-from meshfold.ir.op_graph import Arg, Dependence, FoldedGraph, OpGraph, Ref
+from meshfold.ir.op_graph import Dependence, FoldedGraph, OpGraph
 from meshfold.ir.spmd import PARTIAL, Layout
 from meshfold.ir.strategy import RegionTyping
 from meshfold.passes.graph.boundaries import Boundaries, find_boundaries
@@ -86,10 +86,3 @@ def made_without_batch(graph: OpGraph, value: int) -> bool:
             needed.update(op.operands)
     slots = (v for v in needed if v < len(graph.slots))
     return all(graph.values[v].depends is not Dependence.BATCH for v in slots)
-
-
-def rebound(arg: Arg, refs: Iterator[int]) -> Arg:
-    """`arg` with its references replaced in order."""
-    if isinstance(arg, Ref):
-        return Ref(next(refs))
-    return tuple(rebound(a, refs) for a in arg) if isinstance(arg, tuple) else arg

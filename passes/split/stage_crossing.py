@@ -54,6 +54,21 @@ def crossing_values(folded: FoldedGraph) -> frozenset[Made]:
     return frozenset(crossing)
 
 
+def crossing_readers(folded: FoldedGraph, *, is_returned: bool) -> dict[Made, int]:
+    """The last instance that reads each of these. is_returned: what the program returns is read
+    behind all of them."""
+    last: dict[Made, int] = {}
+    for k, instance in enumerate(folded.instances):
+        for source in instance.sources:
+            if source.kind is SourceKind.VALUE:
+                last[source.instance, source.output] = k
+    for result in folded.outputs if is_returned else ():
+        if result.source.kind is SourceKind.VALUE:
+            last[result.source.instance, result.source.output] = len(folded.instances)
+    crossing = crossing_values(folded)
+    return {made: reader for made, reader in sorted(last.items()) if made in crossing}
+
+
 def _needs(graph: OpGraph) -> Iterator[tuple[list[int], bool]]:
     """Per output the slots that lead to it, and whether random numbers do."""
     for v in graph.outputs:

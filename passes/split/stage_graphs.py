@@ -13,17 +13,15 @@ read is in each of them.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from meshfold.errors import OptionError
 from meshfold.ir.op_graph import (
-    Arg,
     FoldedGraph,
     Instance,
     OpGraph,
     OutputInfo,
-    Ref,
     Region,
     Source,
     SourceKind,
@@ -32,8 +30,8 @@ from meshfold.ir.op_graph import (
 from meshfold.ir.spmd import Layout
 from meshfold.ir.strategy import RegionTyping
 from meshfold.passes.graph.places import op_place
-from meshfold.passes.rules.ops.random import draw_of
-from meshfold.passes.split.stage_crossing import crossing_values
+from meshfold.passes.rules.ops.random import with_own_draw
+from meshfold.passes.split.stage_crossing import crossing_readers
 
 
 @dataclass(frozen=True)
@@ -112,25 +110,15 @@ def _boundaries(
     folded: FoldedGraph, typings: Sequence[RegionTyping], first: Sequence[int]
 ) -> list[tuple[StageBoundaryValue, ...]]:
     """What crosses into each stage."""
-    last_reader: dict[tuple[int, int], int] = {}
-    for k, instance in enumerate(folded.instances):
-        for source in instance.sources:
-            if source.kind is SourceKind.VALUE:
-                last_reader[source.instance, source.output] = k
-    for result in folded.outputs:
-        if result.source.kind is SourceKind.VALUE:
-            last_reader[result.source.instance, result.source.output] = len(folded.instances)
     crossing: list[list[StageBoundaryValue]] = [[] for _ in first]
-    crosses_stages = crossing_values(folded)
-    for (producer, output), reader in sorted(last_reader.items()):
+    for (producer, output), reader in crossing_readers(folded, is_returned=True).items():
         region = folded.instances[producer].region
         graph = folded.regions[region].graph
         value = graph.values[graph.outputs[output]]
-        if (producer, output) in crosses_stages:
-            crosses = StageBoundaryValue(producer, output, value, typings[region].outputs[output])
-            for stage, begin in enumerate(first):
-                if producer < begin <= reader:
-                    crossing[stage].append(crosses)
+        crosses = StageBoundaryValue(producer, output, value, typings[region].outputs[output])
+        for stage, begin in enumerate(first):
+            if producer < begin <= reader:
+                crossing[stage].append(crosses)
     return [tuple(values) for values in crossing]
 
 
@@ -270,16 +258,7 @@ def _reduced_region(
     reduced = OpGraph(
         slots=tuple(graph.slots[i] for i in slots),
         values=tuple(graph.values[v] for v in order),
-        ops=tuple(
-            replace(
-                graph.ops[k],
-                args=tuple(_renumbered(a, number) for a in graph.ops[k].args),
-                kwargs=tuple((n, _renumbered(a, number)) for n, a in graph.ops[k].kwargs),
-                outputs=tuple(number[v] for v in graph.ops[k].outputs),
-                draw=draw_of(graph.ops[k], k),
-            )
-            for k in ops
-        ),
+        ops=tuple(with_own_draw(graph.ops[k], k).renumbered(number) for k in ops),
         outputs=tuple(number[graph.outputs[n]] for n in outputs),
     )
     reduced_typing = RegionTyping(
@@ -288,10 +267,3 @@ def _reduced_region(
         outputs=tuple(typing.outputs[n] for n in outputs),
     )
     return reduced, reduced_typing
-
-
-def _renumbered(arg: Arg, number: Mapping[int, int]) -> Arg:
-    """`arg` with its references renumbered."""
-    if isinstance(arg, Ref):
-        return Ref(number[arg.index])
-    return tuple(_renumbered(a, number) for a in arg) if isinstance(arg, tuple) else arg

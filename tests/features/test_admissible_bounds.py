@@ -86,10 +86,13 @@ def test_bounds_of_a_mesh_are_below_all_of_its_leaves(
     mesh = build_mesh(cluster, degrees.dp, degrees.tp, cp=degrees.cp)
     search = MeshSearch(graph, cluster, mesh, BATCH)
     strategies = [candidate for candidate in strategies_on(degrees) if candidate.offload == "none"]
-    one = CandidateMesh(graph, search.costs, degrees, strategies, 0.0, search=lambda: search)
-    while one.raise_bound():
-        pass
-    bounds = [one.bound_s]
+    typed = MeshPlanner(graph, cluster, search, strategies, CompileOptions(), PROBER)
+    of = graph, search.costs, degrees, strategies, 0.0
+    one = CandidateMesh(*of, search=lambda: search, typed=lambda _: typed)
+    bounds = []
+    while one.planner is None:
+        bounds.append(one.bound_s)
+        one.raise_bound()
     if search.space.data is not None:
         bounds.append(
             least_step_s(graph, search.space.data, search.costs, Room(math.inf, math.inf))

@@ -3,6 +3,7 @@
 dropout is linear."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from meshfold.ir.op_graph import DRAWS, Arg, Draw, Op
 from meshfold.passes.rules.ops.labels import BoundOp, OpLabels, numbered, rule
@@ -40,6 +41,11 @@ def may_draw(target: str, arguments: Mapping[str, Arg]) -> bool:
 def draw_of(op: Op, number: int) -> Draw | None:
     """What op `number` of a graph draws, for a graph that is cut out of it; None if nothing."""
     return op.draw or Draw(number) if op.target in RANDOM_OPS else None
+
+
+def with_own_draw(op: Op, number: int) -> Op:
+    """Op `number` of a graph, for a graph in which it has another number."""
+    return replace(op, draw=draw_of(op, number))
 
 
 RANDOM_RULES = {

@@ -93,3 +93,18 @@ def test_slots_are_tied_along_chains_of_shared_parameters(reads: list[tuple[int,
     wanted = dict.fromkeys(tuple(s for s in order if s in group[slot]) for slot in order)
     folded = FoldedGraph((), instances, (), (), (), ())
     assert folded.tied_slots == tuple(g for g in wanted if len(g) > 1)
+
+
+def test_an_op_on_other_values_reads_and_makes_those() -> None:
+    op = Op("aten.cat.default", ((Ref(3), Ref(1)), 0), (("out", Ref(1)),), (4, 5))
+    other = op.on_values([7, 8, 9], [2, 6])
+    assert other == Op("aten.cat.default", ((Ref(7), Ref(8)), 0), (("out", Ref(9)),), (2, 6))
+    assert op.renumbered({1: 0, 3: 1, 4: 2, 5: 3}).operands == (1, 0, 0)
+
+
+def test_the_floats_of_a_region_are_those_of_its_first_instance() -> None:
+    folded = folded_stack(3)
+    found = dict[int, tuple[float, ...]]()
+    for instance in folded.instances:
+        found.setdefault(instance.region, instance.floats)
+    assert folded.first_floats == found

@@ -1,5 +1,6 @@
 """A mesh in the race: its bound rises with every region typed and is never above its programs."""
 
+import math
 from functools import cache
 
 import pytest
@@ -32,12 +33,32 @@ def graph_of(family: str) -> FoldedGraph:
 
 
 def candidate_mesh(
-    family: str, degrees: Degrees, search: MeshSearch, bare_s: float = 0.0
+    family: str,
+    degrees: Degrees,
+    search: MeshSearch,
+    bare_s: float = 0.0,
+    has_programs: bool = True,
 ) -> CandidateMesh:
     strategies = [candidate for candidate in strategies_on(degrees) if candidate.offload == "none"]
+    graph = graph_of(family)
+    planner = MeshPlanner(graph, CLUSTER, search, strategies, CompileOptions(), OpProber())
     return CandidateMesh(
-        graph_of(family), search.costs, degrees, strategies, bare_s, search=lambda: search
+        graph,
+        search.costs,
+        degrees,
+        strategies,
+        bare_s,
+        search=lambda: search,
+        typed=lambda _: planner if has_programs else None,
     )
+
+
+def bounds_before_it_is_typed(one: CandidateMesh) -> list[float]:
+    bounds = []
+    while one.planner is None and one.bound_s < math.inf:
+        bounds.append(one.bound_s)
+        assert one.raise_bound()
+    return bounds
 
 
 def search_of(family: str, degrees: Degrees, pins: CompileOptions | None = None) -> MeshSearch:
@@ -52,18 +73,31 @@ def search_of(family: str, degrees: Degrees, pins: CompileOptions | None = None)
 def test_the_bound_rises_up_to_that_of_the_typed_mesh(family: str, degrees: Degrees) -> None:
     search = search_of(family, degrees)
     one = candidate_mesh(family, degrees, search)
-    bounds = [one.bound_s]
-    while one.raise_bound():
-        bounds.append(one.bound_s)
-    typed = MeshPlanner(
-        graph_of(family), CLUSTER, search, one.strategies, CompileOptions(), OpProber()
-    )
-    rising = [*bounds, typed.fastest_s]
+    bounds = bounds_before_it_is_typed(one)
+    assert one.planner is not None and one.bound_s == one.planner.fastest_s
+    rising = [*bounds, one.bound_s]
     assert len(bounds) > 1
     for before, after in zip(rising, rising[1:], strict=False):
         assert 0 < before <= after * (1 + 1e-9)
-    one.planner = typed
-    assert one.bound_s == typed.fastest_s
+    assert one.raise_bound() and one.bound_s == one.planner.bound_s
+    assert not one.raise_bound()
+
+
+def test_a_solved_mesh_has_a_plan_no_faster_than_its_bound() -> None:
+    one = candidate_mesh("llama", Degrees(2, 1, 4), search_of("llama", Degrees(2, 1, 4)))
+    while one.raise_bound():
+        pass
+    solution = one.solve(math.inf)
+    assert one.plan is not None and one.plan.best is not None
+    assert one.bound_s <= solution.lower_bound_s <= solution.step_s == one.plan.best_s
+    assert one.solve(one.bound_s).step_s == math.inf
+
+
+def test_a_mesh_without_programs_is_never_at_the_front() -> None:
+    search = search_of("llama", Degrees(2, 1, 4))
+    one = candidate_mesh("llama", Degrees(2, 1, 4), search, has_programs=False)
+    bounds_before_it_is_typed(one)
+    assert one.planner is None and one.bound_s == math.inf
 
 
 @pytest.mark.parametrize("degrees", MESHES, ids=str)
@@ -80,10 +114,8 @@ def test_regions_that_share_a_parameter_are_not_typed_alone() -> None:
     """GPT-2's head is its embedding: both regions keep their bare bound."""
     search = search_of("gpt2", Degrees(2, 1, 4))
     one = candidate_mesh("gpt2", Degrees(2, 1, 4), search)
-    typed = 0
-    while one.raise_bound():
-        typed += 1
-    assert typed == len(graph_of("gpt2").regions) - 2
+    # The last of them is the bound before the rest is typed together.
+    assert len(bounds_before_it_is_typed(one)) - 1 == len(graph_of("gpt2").regions) - 2
 
 
 def test_a_bound_from_elsewhere_holds_until_the_typed_regions_pass_it() -> None:
@@ -94,4 +126,4 @@ def test_a_bound_from_elsewhere_holds_until_the_typed_regions_pass_it() -> None:
 def test_a_mesh_with_pinned_layouts_is_typed_as_a_whole() -> None:
     pins = CompileOptions(pins={"layout:*.q_proj.weight": "tp:0"})
     search = search_of("llama", Degrees(2, 1, 4), pins)
-    assert not candidate_mesh("llama", Degrees(2, 1, 4), search).raise_bound()
+    assert len(bounds_before_it_is_typed(candidate_mesh("llama", Degrees(2, 1, 4), search))) == 1

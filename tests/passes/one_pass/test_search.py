@@ -85,12 +85,12 @@ def test_leaves_have_the_figures_of_their_own_typing(family: str, dp: int, tp: i
                 updated,
             )
             alone = MemoryModel(of.costs, PROBER).region(
-                graph, candidate.typing, of._floats[region]
+                graph, candidate.typing, of.folded.first_floats[region]
             )
             assert candidate.memory.saved_bytes == alone.saved_bytes
             solution = of.search.solutions(candidate.strategy.tp_mode)[region]
             added = of.memory_model.recompute_price(
-                graph, candidate.typing, of._floats[region], solution.pricer
+                graph, candidate.typing, of.folded.first_floats[region], solution.pricer
             )
             exact = price_region(graph, candidate.typing, solution.rules, of.costs, added)
             assert candidate.price == exact
@@ -111,7 +111,7 @@ def test_the_latest_local_program_serves_other_recomputation_alone(family: str) 
     of = planner(family, 2, 2)
     known = MemoryModel(of.costs, PROBER)
     for region, candidates in enumerate(of.candidates):
-        graph, floats = of.folded.regions[region].graph, of._floats[region]
+        graph, floats = of.folded.regions[region].graph, of.folded.first_floats[region]
         typings = [candidate.typing for candidate in candidates[:4]]
         for typing in typings:
             for recompute in ("none", "full", "selective", "full"):

@@ -1,7 +1,5 @@
 """Copies and collectives of a layer's parameters in a pipeline, as its program will have them."""
 
-from typing import cast
-
 import pytest
 
 from meshfold.cost_models.hardware.devices import resolve_cluster
@@ -10,8 +8,7 @@ from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.mesh import Mesh
 from meshfold.ir.op_graph import Value
 from meshfold.ir.spmd import INVARIANT, Shard
-from meshfold.passes.pipeline.layers import StageContext, _seconds
-from meshfold.passes.pipeline.parameters import LayerCopies, Parameter, ParameterSums, copies_of
+from meshfold.passes.pipeline.parameters import LayerParameters, Parameter
 from meshfold.passes.price.parameter_groups import is_unbucketed, parameter_copies
 from meshfold.passes.price.parameters import member_copies
 
@@ -29,8 +26,8 @@ def stages(pp: int, dp: int) -> tuple[Mesh, CostModel]:
     return own, CostModel(cluster, mesh)
 
 
-def copies(value: Value, zero: int, pp: int = 2, dp: int = 8) -> LayerCopies:
-    return copies_of([Parameter(value, (), (), 1)], zero, *stages(pp, dp))
+def placed(value: Value, zero: int, pp: int = 2, dp: int = 8) -> LayerParameters:
+    return LayerParameters([Parameter(value, (), (), 1)], zero, *stages(pp, dp))
 
 
 @pytest.mark.parametrize(("pp", "dp"), MESHES)
@@ -43,14 +40,20 @@ def test_the_search_and_the_program_agree_who_is_alone(
     layout = tuple(Shard(0) if name == "dp" else INVARIANT for name in costs.mesh.names)
     gather = (costs.mesh.index("dp"),)
     wanted = parameter_copies(value, layout, gather, costs)
-    found = copies(value, 3, pp, dp)
-    assert found.forward_s == pytest.approx(wanted.gathered_s)
-    assert found.backward_s == pytest.approx(wanted.gathered_s + wanted.reduced_s)
-    assert bool(found.alone) == is_unbucketed(value, layout, gather, costs)
+    found = placed(value, 3, pp, dp)
+    assert found.copies_forward_s == pytest.approx(wanted.gathered_s)
+    assert found.copies_backward_s == pytest.approx(wanted.gathered_s + wanted.reduced_s)
+    assert is_alone(value, pp, dp) == is_unbucketed(value, layout, gather, costs)
+
+
+def is_alone(value: Value, pp: int, dp: int) -> bool:
+    """Whether a second parameter like it has a bucket of its own."""
+    twice = LayerParameters([Parameter(value, (), (), 1)] * 2, 3, *stages(pp, dp))
+    return len(list(twice.buckets("all_gather"))) == 2
 
 
 def test_both_answers_are_among_the_cases() -> None:
-    found = {bool(copies(Value(s, "bfloat16", True), 3, *m).alone) for s in SIZES for m in MESHES}
+    found = {is_alone(Value(s, "bfloat16", True), *m) for s in SIZES for m in MESHES}
     assert found == {True, False}
 
 
@@ -62,15 +65,17 @@ def test_casts_of_masters_are_those_that_run() -> None:
     part = parameter_copies(MASTER, layout, gather, costs)
     shared = member_copies(MASTER, layout, gather, costs)
     assert whole.packed_s > 4 * part.packed_s > 0
-    none, once, every, always = (copies(MASTER, zero) for zero in (0, 1, 2, 3))
-    assert (none.forward_s, none.backward_s, none.once_s) == pytest.approx((0, 0, 0))
+    none, once, every, always = (placed(MASTER, zero) for zero in (0, 1, 2, 3))
+    assert (none.copies_forward_s, none.copies_backward_s, none.copies_once_s) == pytest.approx(
+        (0, 0, 0)
+    )
     for found, reduced in ((once, shared), (every, part)):
-        assert found.forward_s == pytest.approx(-whole.packed_s)
+        assert found.copies_forward_s == pytest.approx(-whole.packed_s)
         added_s = reduced.reduced_s - whole.reduced_s
-        assert found.backward_s == pytest.approx(added_s - whole.packed_s)
-        assert found.once_s == pytest.approx(part.gathered_s)
-    assert always.forward_s == pytest.approx(part.gathered_s - whole.packed_s)
-    assert always.once_s == 0
+        assert found.copies_backward_s == pytest.approx(added_s - whole.packed_s)
+        assert found.copies_once_s == pytest.approx(part.gathered_s)
+    assert always.copies_forward_s == pytest.approx(part.gathered_s - whole.packed_s)
+    assert always.copies_once_s == 0
 
 
 @pytest.mark.parametrize("value", [WEIGHT, MASTER], ids=["bf16", "master"])
@@ -78,24 +83,13 @@ def test_who_is_alone_has_collectives_of_its_own(value: Value) -> None:
     mesh, costs = stages(2, 8)
     small = Value((4096,), "bfloat16", True, master=value.master)
     parameters = [Parameter(v, (), (), 1) for v in (value, value, small, small)]
-    sums = ParameterSums(parameters, 3, mesh, "adamw", 2)
-    found = copies_of(parameters, 3, mesh, costs)
-    asked: list[float] = []
-
-    class Around:
-        @staticmethod
-        def over(kind: str, num_bytes: float, axes: tuple[str, ...]) -> float:
-            asked.append(num_bytes)
-            return 1.0
-
-    around = cast(StageContext, Around)
+    found = LayerParameters(parameters, 3, mesh, costs, "adamw", 2)
     wide = 2 if value.master else 1
     large, rest = 2 * 14336 * 4096, 2 * 2 * 4096
-    assert _seconds("all_gather", sums.gathered, around, found.alone) == 3
-    assert asked == [large, large, rest]
-    asked.clear()
-    assert _seconds("reduce_scatter", sums.scattered, around, found.alone) == 3
-    assert asked == [wide * large, wide * large, wide * rest]
+    assert list(found.buckets("all_gather")) == [(("dp",), n) for n in (large, large, rest)]
+    scattered = [(("dp",), wide * n) for n in (large, large, rest)]
+    assert list(found.buckets("reduce_scatter")) == scattered
+    assert found.num_bytes("reduce_scatter") == wide * (2 * large + rest)
 
 
 def test_layers_of_one_stage_share_what_they_all_read() -> None:
@@ -103,9 +97,11 @@ def test_layers_of_one_stage_share_what_they_all_read() -> None:
     each that is rounded up. Stages may have it each."""
     value = Value((1001,), "float32", True)
     for dp, zero in ((1, 0), (8, 0), (8, 1), (8, 3)):
-        mesh, _ = stages(1, dp)
+        mesh, costs = stages(1, dp)
         shared, unsure, several = (
-            ParameterSums([Parameter(value, (), (), 6, least)], zero, mesh, "adamw", num_stages)
+            LayerParameters(
+                [Parameter(value, (), (), 6, least)], zero, mesh, costs, "adamw", num_stages
+            )
             for least, num_stages in ((6, 1), (1, 1), (6, 2))
         )
         names = ("stored", "updated", "copied", "gradients")
@@ -116,5 +112,24 @@ def test_layers_of_one_stage_share_what_they_all_read() -> None:
             # Where fewer layers may read it nothing is left out.
             assert getattr(unsure, name) == getattr(several, name) == 4004
         assert 6 * 667 < 4004 <= 6 * 668
-        assert shared.reduced == ({("dp",): 4004} if dp > 1 else {})
+        reduced = list(shared.buckets("all_reduce", is_once=True))
+        assert reduced == ([(("dp",), 4004)] if dp > 1 else [])
         assert shared.tied == [] and several.tied == [(4004, 6)]
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_what_is_sent_once_a_step_and_what_with_every_microbatch(zero: int) -> None:
+    """By the table of the module, two parameters that share their buckets."""
+    small = Value((4096, 2), "bfloat16", True)
+    parameters = [Parameter(small, (), (), 1)] * 2
+    found = LayerParameters(parameters, zero, *stages(2, 8), "adamw", 2)
+    kinds = "all_gather", "reduce_scatter", "all_reduce"
+    sent = {(k, o): found.num_bytes(k, is_once=o) for k in kinds for o in (False, True)}
+    both = 2 * 4096 * 2 * 2
+    wanted = {
+        0: {("all_reduce", True)},
+        1: {("all_gather", True), ("reduce_scatter", True)},
+        2: {("all_gather", True), ("reduce_scatter", False)},
+        3: {("all_gather", False), ("reduce_scatter", False)},
+    }
+    assert {key: n for key, n in sent.items() if n} == dict.fromkeys(wanted[zero], both)

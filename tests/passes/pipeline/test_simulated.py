@@ -11,6 +11,7 @@ from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.options import CompileOptions
 from meshfold.ir.plan import Plan
 from meshfold.memory_probe.prober import OpProber
+from meshfold.passes.one_pass import shortlist
 from meshfold.passes.one_pass.tree import SearchSpec
 from meshfold.passes.pipeline import simulated
 from meshfold.passes.pipeline.problem import PipelineProblems
@@ -91,7 +92,7 @@ def test_pipelines_are_ranked_by_their_simulated_steps(monkeypatch: pytest.Monke
     by_sum = sorted(found, key=lambda x: x.step_s)
     seconds = {id(x): 10.0 - k for k, x in enumerate(by_sum)}
     monkeypatch.setattr(simulated, "simulated_step_s", lambda _, x: seconds[id(x)])
-    monkeypatch.setattr(simulated, "CONTENTION_RATIO", by_sum[1].step_s / by_sum[0].step_s)
+    monkeypatch.setattr(shortlist, "CONTENTION_RATIO", by_sum[1].step_s / by_sum[0].step_s)
     ranked = rank_pipelines(problems, found)
     # The third is too far behind by its sum to be simulated.
     assert [id(x) for x in ranked] == [id(x) for x in (by_sum[1], by_sum[0], by_sum[2])]

@@ -6,14 +6,9 @@ from functools import cache
 
 import pytest
 from support.processes.offload import cluster_with_hosts
-from support.programs.local_programs import stack_model
+from support.search.stack_plans import stack_plan
 
-from meshfold.capture.pipeline import capture
-from meshfold.ir.op_graph import FoldedGraph
-from meshfold.ir.options import CompileOptions
 from meshfold.ir.plan import Plan
-from meshfold.memory_probe.prober import OpProber
-from meshfold.passes.planner.find import find_plan_for
 from meshfold.passes.planner.memory_prices import (
     MOST_SEARCHES,
     RECOMPUTE,
@@ -26,26 +21,9 @@ from meshfold.passes.planner.memory_prices import (
 )
 from meshfold.passes.planner.shared_work import SharedWork
 
-PROBER = OpProber()
-BATCH = 4
-
-
-@cache
-def graph() -> FoldedGraph:
-    model, batch = stack_model(4, 64, BATCH)
-    return capture(model, batch).graph
-
 
 def found(memory_bytes: int | None = None, **given) -> Plan:
-    return find_plan_for(
-        graph(),
-        cluster_with_hosts(2),
-        CompileOptions(memory_bytes=memory_bytes),
-        model_name="stack",
-        batch_size=BATCH,
-        probe=PROBER,
-        **given,
-    )
+    return stack_plan(cluster_with_hosts(2), memory_bytes=memory_bytes, **given)
 
 
 @cache

@@ -1,44 +1,22 @@
 """When optimizer states go to the host, and what plans say of it."""
 
 from dataclasses import replace
-from functools import cache
 
 import pytest
 from support.processes.offload import cluster_with_hosts
-from support.programs.local_programs import stack_model
+from support.search.stack_plans import PROBER, stack_graph, stack_plan
 
-from meshfold.capture.pipeline import capture
 from meshfold.codegen.emit.pipeline import emit_plan
 from meshfold.errors import InfeasibleError, OptionError, PlanMismatchError
 from meshfold.ir.cluster import ClusterSpec
-from meshfold.ir.op_graph import FoldedGraph
-from meshfold.ir.options import CompileOptions
 from meshfold.ir.plan import Plan
-from meshfold.memory_probe.prober import OpProber
 from meshfold.passes.planner.check import price_plan
-from meshfold.passes.planner.find import find_plan_for
 from meshfold.passes.planner.offload import NEEDS_OFFLOAD
 from meshfold.plan_file.io import plan_from_json, plan_to_json
 
-PROBER = OpProber()
-BATCH = 4
-
-
-@cache
-def graph() -> FoldedGraph:
-    model, batch = stack_model(4, 64, BATCH)
-    return capture(model, batch).graph
-
 
 def plan(cluster: ClusterSpec | None = None, **options) -> Plan:
-    return find_plan_for(
-        graph(),
-        cluster or cluster_with_hosts(1),
-        CompileOptions(**options),
-        model_name="stack",
-        batch_size=BATCH,
-        probe=PROBER,
-    )
+    return stack_plan(cluster or cluster_with_hosts(1), **options)
 
 
 def offloads(found: Plan) -> list[str]:
@@ -78,7 +56,7 @@ def test_a_pipeline_that_is_pinned_is_made_to_fit_as_a_whole() -> None:
     assert round(layers) in (1, 2, 3) and layers == pytest.approx(round(layers))
     found = plan(hosts, pins=pins, memory_bytes=least.memory.peak)
     assert set(offloads(found)) == {"optimizer"} and NEEDS_OFFLOAD in found.notes
-    assert emit_plan(graph(), found).offloaded == {p.name for p in graph().parameters}
+    assert emit_plan(stack_graph(), found).offloaded == {p.name for p in stack_graph().parameters}
 
 
 def test_nothing_fits_at_all() -> None:
@@ -104,7 +82,7 @@ def test_a_plan_with_offload_is_simulated_and_comes_back_from_its_file() -> None
     assert found.simulated is not None and found.simulated.step_s >= found.time.optimizer_s
     loaded = plan_from_json(plan_to_json(found))
     assert loaded == found
-    priced = price_plan(graph(), loaded, PROBER)
+    priced = price_plan(stack_graph(), loaded, PROBER)
     assert (priced.time, priced.memory) == (found.time, found.memory)
     assert priced.simulated == found.simulated
 
@@ -116,4 +94,4 @@ def test_a_plan_is_not_priced_without_figures_of_the_host() -> None:
         device = replace(group.device, **{name: 0.0})
         cluster = replace(found.cluster, groups=(replace(group, device=device),))
         with pytest.raises(PlanMismatchError, match=f"give {name} of the devices"):
-            price_plan(graph(), replace(found, cluster=cluster), PROBER)
+            price_plan(stack_graph(), replace(found, cluster=cluster), PROBER)

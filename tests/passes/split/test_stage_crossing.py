@@ -4,9 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.capture.pipeline import capture
-from meshfold.ir.op_graph import FoldedGraph
+from meshfold.ir.op_graph import FoldedGraph, SourceKind
 from meshfold.passes.split.pieces import cut_as
-from meshfold.passes.split.stage_crossing import crossing_values
+from meshfold.passes.split.stage_crossing import crossing_readers, crossing_values
 
 BATCH, WIDTH = 2, 4
 
@@ -57,3 +57,22 @@ def test_what_inputs_and_constants_make_does_not_cross() -> None:
     # tan(x) alone is of inputs; times the scale it is not.
     later = [k for k, _ in crossing if k > targets(folded, "tan")[0][0]]
     assert later
+
+
+def test_the_last_reader_of_what_crosses_is_a_layer_or_who_asked() -> None:
+    inputs = {"x": torch.rand(BATCH, WIDTH), "mask": torch.rand(BATCH, WIDTH)}
+    graph = capture(Mixed(), inputs).graph
+    folded = cut_as(graph, [1] * graph.num_ops).folded
+    inside, returned = (crossing_readers(folded, is_returned=x) for x in (False, True))
+    assert inside.keys() <= returned.keys() <= crossing_values(folded)
+    for (maker, output), reader in inside.items():
+        read = [
+            k
+            for k, instance in enumerate(folded.instances)
+            for source in instance.sources
+            if source.kind is SourceKind.VALUE
+            and (source.instance, source.output) == (maker, output)
+        ]
+        assert reader == max(read)
+    (made,) = (o.source for o in folded.outputs)
+    assert returned[made.instance, made.output] == len(folded.instances)

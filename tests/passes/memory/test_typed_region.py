@@ -46,7 +46,8 @@ def test_what_selective_recomputation_keeps_is_chosen_once():
     cluster = resolve_cluster("local-cpu", 2)
     problems = PipelineProblems(graph, cluster, CompileOptions(), BATCH, OpProber())
     tables = problems.tables(UniformStrategy(pp=2, microbatches=2), ["none", "selective"])
-    for table in tables.regions:
-        assert table.kept() is table.kept()
-        assert table.price("selective").backward_s >= table.price("none").backward_s
-        assert table.memory("selective").saved_bytes <= table.memory("none").saved_bytes
+    for region in (layer.region for layer in tables.layers):
+        assert region.kept is region.kept
+        assert region.price("selective").backward_s >= region.price("none").backward_s
+        assert region.memory("selective").saved_bytes <= region.memory("none").saved_bytes
+        assert region.typed("full").recompute == "full" and region.added("full") is None
