@@ -29,7 +29,8 @@ ROUNDING = 1e-12
 class CandidateMesh:
     """One mesh. bare_s: a bound of its own on all its programs, from bounds.py. search: the
     search of this mesh, built when it is first asked for. typed: its planner, all regions typed;
-    None where it has no programs. compute: as for least_step_s. planned: its best program.
+    None where it has no programs. compute: as for least_step_s. planned: its best program, and
+    the planner that has it.
 
     planner: once all of it is typed; plan: once it is solved."""
 
@@ -43,7 +44,7 @@ class CandidateMesh:
         search: Callable[[], MeshSearch],
         typed: Callable[["CandidateMesh"], MeshPlanner | None],
         compute: LeastCompute | None = None,
-        planned: Callable[[MeshPlanner, float], MeshPlan] = MeshPlanner.plan,
+        planned: Callable[[MeshPlanner, float], tuple[MeshPlanner, MeshPlan]] | None = None,
     ) -> None:
         self.mesh = costs.mesh
         self.degrees = degrees
@@ -53,7 +54,8 @@ class CandidateMesh:
         self._is_bounded = False
         """Whether the bound counts memory."""
         self._bare_s = bare_s
-        self.search, self._typed, self._planned = search, typed, planned
+        self.search, self._typed = search, typed
+        self._planned = planned or (lambda planner, beat_s: (planner, planner.plan(beat_s)))
         self._modes = list(dict.fromkeys(s.tp_mode for s in strategies))
         self._counts = num_instances(folded)
         compute = compute or least_compute(folded, costs)
@@ -95,5 +97,6 @@ class CandidateMesh:
     def solve(self, beat_s: float, /) -> Solution:
         """Its best program that may take less."""
         assert self.planner is not None, "nothing raises its bound any more"
-        plan = self.plan = self._planned(self.planner, beat_s)
+        self.planner, plan = self._planned(self.planner, beat_s)
+        self.plan = plan
         return Solution(plan.lower_bound_s, plan.best_s, order_of(plan.best) if plan.best else ())

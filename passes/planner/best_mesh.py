@@ -230,17 +230,24 @@ class MeshRace:
             ranked = by_simulation([*ranked, simulated(found)])
         return ranked
 
-    def _planned(self, planner: MeshPlanner, beat_s: float) -> MeshPlan:
-        """The plan of a mesh; without a program in which tp is dp in all layers: that is one of the
-        mesh with so much more dp."""
+    def _planned(self, planner: MeshPlanner, beat_s: float) -> tuple[MeshPlanner, MeshPlan]:
+        """The plan of a mesh, and whose it is. A program in which tp is dp in all layers is that of
+        the mesh with so much more dp: then the best one without such layers."""
         plan = planner.plan(beat_s)
         strategy = planner.strategies[0]
         has_twin = self.request.batch_size % (strategy.dp * strategy.tp) == 0
         is_free = self.options.pins.keys().isdisjoint(("dp", "tp"))
-        if plan.best and has_twin and is_free:
-            if all(c.strategy.batch_on_tp for c in plan.best.candidates):
-                return replace(plan, best=None)
-        return plan
+        if not (plan.best and has_twin and is_free):
+            return planner, plan
+        if not all(c.strategy.batch_on_tp for c in plan.best.candidates):
+            return planner, plan
+        others = [s for s in planner.strategies if not s.batch_on_tp]
+        own = self.mesh_planner(strategy.degrees, others) if others else planner
+        if own is planner or not own.has_candidates:
+            return planner, replace(plan, best=None)
+        of_others = own.plan(beat_s)
+        bound_s = min(plan.lower_bound_s, of_others.lower_bound_s)
+        return own, replace(of_others, lower_bound_s=bound_s)
 
     def _tell(self, mesh: CandidateMesh, state: MeshRecord, num_meshes: int) -> None:
         """Progress: one more mesh is typed, or left."""

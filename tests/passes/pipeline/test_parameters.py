@@ -27,7 +27,7 @@ def stages(pp: int, dp: int) -> tuple[Mesh, CostModel]:
 
 
 def placed(value: Value, zero: int, pp: int = 2, dp: int = 8) -> LayerParameters:
-    return LayerParameters([Parameter(value, (), (), 1)], zero, *stages(pp, dp))
+    return LayerParameters([Parameter(value, (), (), 1)], zero, *stages(pp, dp), "adamw", pp)
 
 
 @pytest.mark.parametrize(("pp", "dp"), MESHES)
@@ -48,7 +48,7 @@ def test_the_search_and_the_program_agree_who_is_alone(
 
 def is_alone(value: Value, pp: int, dp: int) -> bool:
     """Whether a second parameter like it has a bucket of its own."""
-    twice = LayerParameters([Parameter(value, (), (), 1)] * 2, 3, *stages(pp, dp))
+    twice = LayerParameters([Parameter(value, (), (), 1)] * 2, 3, *stages(pp, dp), "adamw", pp)
     return len(list(twice.buckets("all_gather"))) == 2
 
 

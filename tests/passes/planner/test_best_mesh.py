@@ -12,6 +12,7 @@ from meshfold.ir.plan import MeshOutcome, Plan
 from meshfold.memory_probe.prober import OpProber
 from meshfold.passes.one_pass import shortlist
 from meshfold.passes.one_pass.shortlist import Shortlisted
+from meshfold.passes.planner import best_mesh
 from meshfold.passes.planner.best_mesh import BOUND
 from meshfold.passes.planner.find import find_plan_for
 
@@ -46,7 +47,8 @@ def test_what_simulates_slower_than_it_adds_up_brings_others_in(
             return found
         return replace(found, step=replace(found.step, exposed_s=10 * first.step_s))
 
-    monkeypatch.setattr(shortlist, "simulated", slow)
+    for where in (shortlist, best_mesh):
+        monkeypatch.setattr(where, "simulated", slow)
     second = plan()
     more = {m.mesh for m in planned(second)} - {m.mesh for m in planned(first)}
     assert 1 <= len(more) <= shortlist.MOST_BEYOND
