@@ -19,6 +19,10 @@ LAST = {
     "graph": ("plan.json", "--model", NOWHERE),
     "verify": ("plan.json", "--model", NOWHERE),
     "timeline": ("plan.json", "--measured", "--model", NOWHERE),
+    "delink": (
+        *("saved", "--plan", "plan.json", "--model", NOWHERE),
+        *("--shared", NOWHERE, "-o", "out.json"),
+    ),
     "profile": ("-o", "out.txt"),
     "sweep": (NOWHERE, "-c", "local-cpux2", "--over", "batch=1..2"),
 }

@@ -30,6 +30,7 @@ SEARCH = (
     "--batch",
     "--cluster",
     "--devices",
+    "--fixed-input",
     "--json",
     "--loss",
     "--memory",
@@ -63,6 +64,7 @@ def test_the_commands_and_options_are_frozen() -> None:
     }
     assert options == {
         "check": ["--json", "--model", "--output", "plan_file"],
+        "delink": ["--model", "--output", "--parameters-only", "--plan", "--shared", "checkpoint"],
         "diff": ["--json", "first", "second"],
         "explain": ["--model", "--why-not", "plan_file", "regions"],
         "graph": ["--model", "--passes", "--rank", "plan_file"],
