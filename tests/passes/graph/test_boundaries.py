@@ -2,11 +2,15 @@
 
 import pytest
 from support.graphs.op_graphs import folded_stack
+from support.models.hugging_face import tiny_model
+from support.models.unrepeated import unet
 
+from meshfold.capture.pipeline import capture
 from meshfold.ir.op_graph import Dependence, Value
 from meshfold.ir.spmd import INVARIANT, Shard
 from meshfold.passes.graph.boundaries import (
     batch_type,
+    carries_feature_maps,
     find_boundaries,
     num_instances,
     sequence_type,
@@ -63,3 +67,10 @@ def test_batch_that_does_not_divide_stays_unsharded():
 )
 def test_sequence_type(value, batch, expected):
     assert sequence_type(value, batch, 4) == expected
+
+
+@pytest.mark.parametrize(("family", "carries"), [("t5", False), ("unet", True)])
+def test_what_is_alike_for_all_samples_is_no_feature_map(family, carries):
+    """T5's layers pass on a position bias of rank 4: who pins tp=2 means its weights."""
+    model = unet() if family == "unet" else tiny_model(family)
+    assert carries_feature_maps(capture(*model).graph) is carries
