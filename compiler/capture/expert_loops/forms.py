@@ -20,6 +20,7 @@ import inspect
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
+from tokenize import TokenError
 from typing import Any
 
 import torch
@@ -142,7 +143,7 @@ def _same_code(module_type: type, code: str) -> bool:
     """Whether the forward of a class is `code`, but for annotations, docstring and layout."""
     try:
         own = inspect.getsource(module_type.forward)  # type: ignore[attr-defined]
-    except (OSError, TypeError):
+    except (OSError, TypeError, TokenError):
         return False
     return _plain_code(own) == _plain_code(code)
 

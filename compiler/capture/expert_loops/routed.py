@@ -15,6 +15,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from tokenize import TokenError
 from typing import Any
 
 import torch
@@ -44,7 +45,8 @@ def without_loops_of(module: nn.Module) -> Callable[..., Any] | None:
     try:
         lines, first = inspect.getsourcelines(function)
         (tree,) = ast.parse(textwrap.dedent("".join(lines))).body
-    except (OSError, TypeError, SyntaxError, ValueError):
+    except (OSError, TypeError, SyntaxError, ValueError, TokenError):
+        # TokenError: the file is not the one that was run, or no longer.
         return None
     if not isinstance(tree, ast.FunctionDef) or tree.decorator_list:
         return None

@@ -11,6 +11,7 @@ import inspect
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from tokenize import TokenError
 from typing import Any
 
 import torch
@@ -214,5 +215,5 @@ def definition(function: type) -> str:
     """ "file:line" of a class, "" without source."""
     try:
         return f"{inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]}"
-    except (OSError, TypeError):
+    except (OSError, TypeError, TokenError):
         return ""

@@ -3,7 +3,7 @@
 import pytest
 from support.graphs.op_graphs import folded_stack
 from support.models.hugging_face import tiny_model
-from support.models.unrepeated import unet
+from support.models.vision import images, small_resnet
 
 from meshfold.capture.pipeline import capture
 from meshfold.ir.op_graph import Dependence, Value
@@ -69,8 +69,8 @@ def test_sequence_type(value, batch, expected):
     assert sequence_type(value, batch, 4) == expected
 
 
-@pytest.mark.parametrize(("family", "carries"), [("t5", False), ("unet", True)])
+@pytest.mark.parametrize(("family", "carries"), [("t5", False), ("resnet", True)])
 def test_what_is_alike_for_all_samples_is_no_feature_map(family, carries):
     """T5's layers pass on a position bias of rank 4: who pins tp=2 means its weights."""
-    model = unet() if family == "unet" else tiny_model(family)
+    model = (small_resnet((4, 1)), images(4, 16, 8)) if family == "resnet" else tiny_model(family)
     assert carries_feature_maps(capture(*model).graph) is carries

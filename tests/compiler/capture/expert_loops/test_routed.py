@@ -1,7 +1,10 @@
 """Loops over experts in the usual styles: the graph computes what the loop does, and ranks share
 the experts' products."""
 
+import inspect
 import linecache
+from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import pytest
@@ -11,8 +14,10 @@ from support.programs.local_programs import emit_uniform, errors_of_a_step
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshfold.capture.expert_loops.routed import routed
+from meshfold.capture.expert_loops.forms import without_loops
+from meshfold.capture.expert_loops.routed import routed, without_loops_of
 from meshfold.capture.pipeline import Captured, capture
+from meshfold.capture.trace.functions import definition
 from meshfold.errors import CaptureError
 from meshfold.ir.strategy import UniformStrategy
 from meshfold.passes.rules.ops.experts import DISPATCH, EXPERT_LINEAR
@@ -116,3 +121,19 @@ def test_loops_over_some_experts_or_by_other_dims_are_refused() -> None:
         simple(range(2), torch.tensor([0]), **kind)
     with pytest.raises(CaptureError, match="takes rows of shapes"):
         simple(None, torch.tensor([[0, 1]]), **kind)
+
+
+def test_a_file_that_is_no_longer_what_runs_is_no_error(tmp_path: Path) -> None:
+    """As of a block in a notebook or a document: from the function's line on it is no Python."""
+    text = "class Kept(nn.Module):\n    def forward(self, x):\n        return self.experts[0](x)\n"
+    file = tmp_path / "model.py"
+    names: dict[str, Any] = {"nn": nn}
+    exec(compile(text, str(file), "exec"), names)
+    file.write_text("\n(\n(\n(\n(\n")
+    module = names["Kept"]()
+    module.experts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    with pytest.raises(TokenError):
+        inspect.getsourcelines(type(module).forward)
+    assert without_loops_of(module) is None
+    assert without_loops(module) == ()
+    assert definition(type(module).forward) == ""
