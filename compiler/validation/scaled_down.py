@@ -16,8 +16,7 @@ from math import prod
 from pathlib import Path
 
 from meshfold.api import plan_captured
-from meshfold.capture.known_values.fixed_inputs import fixed_by
-from meshfold.capture.pipeline import Captured, capture
+from meshfold.capture.pipeline import Captured
 from meshfold.cost_models.pipeline.schedules import Schedule
 from meshfold.errors import MeshfoldError, OptionError
 from meshfold.ir.options import (
@@ -42,6 +41,7 @@ from meshfold.models.from_argument import (
 )
 from meshfold.models.shrink_config import Change, changed, shrink
 from meshfold.passes.region.pins import pinned_slots
+from meshfold.validation.captured import captured_alike
 
 MAX_PROCESSES = 8
 SEQUENCE = 16
@@ -101,15 +101,7 @@ def scaled_down(plan: Plan, model: str, captured: Captured) -> ScaledDown:
         if is_configuration(model):
             small_model, changes = _smaller(plan, read_configuration(Path(model)))
         built = _built(plan, small_model, degrees)
-        captured_small = capture(
-            built.model,
-            built.example_inputs,
-            precision=plan.precision,
-            returns=plan.model.returns,
-            loss_fn=built.loss_fn,
-            rules=built.rules,
-            fixed_inputs=fixed_by(plan, built.example_inputs),
-        )
+        captured_small = captured_alike(plan, built)
         small, left_out = _planned(plan, captured_small, degrees)
     except MeshfoldError as error:
         raise MeshfoldError(

@@ -20,19 +20,18 @@ There are too many chains to write down. The first ones are those that decide wh
 the best known plan ends; where they leave a gap, all passes of the schedule are variables of one
 linear program, and the prices of its solution are a mix of chains (_priced_mix). The solver's
 answer is not taken at its word: the bound is the dual objective of its prices, over chains that
-exist (memory_bound.dual_bound).
+exist (memory_bound.least_z).
 """
 
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import linprog
 
 from meshfold.cost_models.pipeline.actions import ActionLists, Pass
 from meshfold.cost_models.pipeline.makespan import StageTimes, critical_paths
 from meshfold.cost_models.pipeline.schedules import Schedule, resident_by_virtual_stage
 from meshfold.passes.run.hull import FloatArray, IntArray
-from meshfold.passes.stages.memory_bound import INFEASIBLE, dual_bound
+from meshfold.passes.stages.memory_bound import least_z
 from meshfold.passes.stages.pass_prices import PathMix, PriceProblem, priced_mix
 from meshfold.passes.stages.problem import LayerCosts, StageProblem
 from meshfold.passes.stages.virtual_stage_bounds import most_layers
@@ -165,27 +164,13 @@ class _Program:
         if not self._fits:
             return float("inf")
         rows, hops_s = map(np.array, zip(*map(self._row, self.mixes), strict=True))
-        scale = float(rows.max(initial=0.0)) * self._counts.sum()
+        scale = float(rows.max(initial=0.0) * self._counts.sum())
         if scale == 0.0:
             return 0.0
         left = np.vstack([rows / scale, self._left])
         of_z = -(np.arange(len(left)) < len(rows)).astype(float)
         limits = np.concatenate([-hops_s / scale, self._limits])
-        answer = linprog(
-            np.append(np.zeros(left.shape[1]), 1.0),
-            A_ub=np.column_stack([left, of_z]),
-            b_ub=limits,
-            A_eq=np.column_stack([self._is_run, np.zeros(len(self._counts))]),
-            b_eq=self._counts,
-            method="highs",
-        )
-        if answer.status == INFEASIBLE:
-            return float("inf")
-        if answer.x is None:
-            return 0.0
-        prices = np.maximum(0.0, -answer.ineqlin.marginals)
-        bound = dual_bound(prices, left, of_z, limits, self._columns.run, self._counts)
-        return float(scale * bound)
+        return scale * least_z(left, of_z, limits, self._columns.run, self._counts)
 
     def as_prices(self) -> PriceProblem:
         """The program with all passes of the schedule instead of chains."""

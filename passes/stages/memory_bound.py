@@ -95,12 +95,21 @@ def fluid_step_s(problem: StageProblem, in_flight: IntArray, factor: float) -> f
     left = np.vstack([busy, memory, bubble[None]])
     of_z = np.concatenate([-sizes, np.zeros(len(sizes)), [-1.0]])
     limits = np.concatenate([np.zeros(len(sizes)), np.ones(len(sizes)), [0.0]])
-    is_type = (columns.layer == np.arange(len(counts))[:, None]).astype(float)
+    return float(scale * least_z(left, of_z, limits, columns.layer, numbers))
+
+
+def least_z(
+    left: FloatArray, of_z: FloatArray, limits: FloatArray, layer: IntArray, numbers: FloatArray
+) -> float:
+    """A lower bound on z where left x + of_z z <= limits and x >= 0 adds up to numbers[k] over the
+    variables whose layer is k; infinite where there is no such x. It is the dual objective of the
+    solver's prices, not its answer."""
+    is_type = (layer == np.arange(len(numbers))[:, None]).astype(float)
     answer = linprog(
-        np.append(np.zeros(len(columns.group)), 1.0),
+        np.append(np.zeros(len(layer)), 1.0),
         A_ub=np.column_stack([left, of_z]),
         b_ub=limits,
-        A_eq=np.column_stack([is_type, np.zeros(len(counts))]),
+        A_eq=np.column_stack([is_type, np.zeros(len(numbers))]),
         b_eq=numbers,
         method="highs",
     )
@@ -109,10 +118,10 @@ def fluid_step_s(problem: StageProblem, in_flight: IntArray, factor: float) -> f
     if answer.x is None:
         return 0.0
     prices = np.maximum(0.0, -answer.ineqlin.marginals)
-    return float(scale * dual_bound(prices, left, of_z, limits, columns.layer, numbers))
+    return _dual(prices, left, of_z, limits, layer, numbers)
 
 
-def dual_bound(
+def _dual(
     prices: FloatArray,
     left: FloatArray,
     of_z: FloatArray,
