@@ -114,7 +114,7 @@ def row_of(
     steps: int,
 ) -> Row:
     """clusters: the preset, the profile."""
-    options = CompileOptions(pins={"microbatches": 1, **pins})
+    options = CompileOptions(pins={"microbatches": 1, **pins}, precision="model")
     preset, profiled = (
         meshfold.find_plan(build_model(width), one, batch, options=options) for one in clusters
     )

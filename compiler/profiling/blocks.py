@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshfold.capture.pipeline import capture
-from meshfold.cost_models.op_costs.compute import op_name, op_work
+from meshfold.cost_models.op_costs.compute import op_work
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.profiling.kernels import FAST, Kernels, Run
 from meshfold.torch_compat.dtypes import torch_dtype
@@ -141,8 +141,8 @@ def model_work(graph: FoldedGraph) -> Work:
                 work.backward_flops + work.backward_bytes > 0
             )
             num_bytes += work.num_bytes + work.backward_bytes
-            if "scaled_dot_product" in op_name(op.target):
-                attention_flops += work.flops + work.backward_flops
-            else:
+            if work.scores is None:
                 flops += work.flops + work.backward_flops
+            else:
+                attention_flops += (work.flops + work.backward_flops) / work.scores.of_rate
     return Work(kernels, flops, attention_flops, num_bytes)

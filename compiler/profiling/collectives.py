@@ -25,6 +25,9 @@ SIZES = {
 """Bytes, the most telling first."""
 CONTENDED = {"cpu": (2**21, 256), "cuda": (2**26, 4096)}
 """Bytes of the all-reduce and width of the products beside it."""
+WORK = {"cpu": (256, 3), "cuda": (2048, 4)}
+"""Width and number of the products before a collective: about a millisecond."""
+LEAST_S = 1e-6
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,25 @@ def collective(group: Group, kind: str, num_bytes: int) -> Run:
     }
     start = starts[kind]
     return lambda: mesh.wait(start())
+
+
+def after_work(run: Run, timer: Timer) -> float | None:
+    """Seconds of a collective behind products, as programs have it: ranks come to it at their own
+    times, and what waits for it was asleep. The products are timed alone and taken off."""
+    width, count = WORK[timer.device.type]
+    square = torch.zeros(width, width, device=timer.device)
+
+    def work() -> None:
+        for _ in range(count):
+            torch.mm(square, square)
+
+    def both() -> None:
+        work()
+        run()
+
+    both_s = timer.seconds(both)
+    work_s = timer.seconds(work)
+    return None if both_s is None or work_s is None else max(both_s - work_s, LEAST_S)
 
 
 def _shift(group: Group, sent: Tensor) -> Run:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from meshfold.cost_models.calibration.points import KernelKind, KernelPoint
+from meshfold.cost_models.op_costs.attention import Scores
 from meshfold.torch_compat.dtypes import torch_dtype
 
 Run = Callable[[], object]
@@ -22,8 +23,9 @@ FEW_ROWS = {"cpu": (16, 64), "cuda": (16, 128, 512)}
 WEIGHT = {"cpu": 512, "cuda": 4096}
 SLOW_SQUARES = {"cpu": (128, 256), "cuda": (512, 1024)}
 """Of dtypes that may have no fast path."""
-FAST = {"cpu": ("float32",), "cuda": ("bfloat16", "float32")}
-SLOW = {"cpu": ("float64", "bfloat16"), "cuda": ("float16", "float64")}
+FAST = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16", "float32")}
+"""Of which attention and pieces of models are timed, too."""
+SLOW = {"cpu": ("float64",), "cuda": ("float16", "float64")}
 MOVED = {"cpu": (2**12, 2**16, 2**20, 2**22), "cuda": (2**16, 2**20, 2**24, 2**26)}
 """Numbers of float32."""
 QUERIES = {"cpu": ((2, 4, 64, 32), (2, 4, 256, 64)), "cuda": ((4, 16, 512, 64), (4, 16, 2048, 128))}
@@ -156,7 +158,7 @@ def _attention(
     square = batch * heads * sequence**2 / (2 if is_causal else 1)
     one = batch * heads * sequence * width * of.itemsize
     # Backward reads the gradient and q, k, v, and writes three gradients.
-    flops, num_bytes = 2 * square * 2 * width, 4 * one
+    flops, num_bytes = 2 * square * 2 * width / Scores(square, width).of_rate, 4 * one
     if is_trained:
         flops, num_bytes = 3.5 * flops, num_bytes + 7 * one
     words = ("causal" if is_causal else "full", "training" if is_trained else "forward")

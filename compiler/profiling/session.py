@@ -54,7 +54,7 @@ def profile(
     dist.broadcast_object_list(begun, group=control)
     groups = collectives.groups(device, per_node)
     now = begun[0] or Profile(
-        1, machine, False, device_memory(device, per_node), {}, {}, None, None
+        2, machine, False, device_memory(device, per_node), {}, {}, None, None
     )
     todo = tasks(groups, device.type)
     share_s = 60 * minutes / len(todo) / (SAMPLES + OVERHEAD)
@@ -131,7 +131,7 @@ def _collective_tasks(groups: Sequence[collectives.Group], device_type: str) -> 
             num_bytes: int = num_bytes,
         ) -> Profile | None:
             make = lambda: collectives.collective(group, kind, num_bytes)  # noqa: E731
-            seconds = timer.seconds(_made_late(make))
+            seconds = collectives.after_work(_made_late(make), timer)
             if seconds is None:
                 return None
             point = group.point(kind, num_bytes, seconds)

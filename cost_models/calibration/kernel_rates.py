@@ -5,12 +5,14 @@
 
 First for kernels by themselves, run again and again. In a model they are slower: their operands are
 in no cache, and autograd, Python and views come between them. So the pieces of models then say what
-a kernel costs beside its work, and by what one factor all work is slower; the rates that plans are
-priced with are those. Both fits are least squares of log(fitted / measured): errors count
-relatively, and up as much as down.
+a kernel costs beside its work, by what one factor all work is slower, and by what other factor the
+products and the attention of each further dtype are: a CPU with fast products in bfloat16 has slow
+casts and small kernels around them. The rates that plans are priced with are those. Both fits are
+least squares of log(fitted / measured): errors count relatively, and up as much as down.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -51,13 +53,17 @@ class Rates:
             found += point.attention_flops / self.attention_flops_per_s[point.dtype]
         return found
 
-    def slower(self, launch_s: float, factor: float) -> "Rates":
-        """With work that takes `factor` times as long, and other starts."""
+    def slower(
+        self, launch_s: float, factor: float, by_dtype: Mapping[str, float] | None = None
+    ) -> "Rates":
+        """With work that takes `factor` times as long, and other starts. by_dtype: instead of
+        `factor`, for products and attention of a dtype."""
+        of = by_dtype or {}
         return Rates(
             launch_s,
             self.memory_bytes_per_s / factor,
-            {dtype: rate / factor for dtype, rate in self.flops_per_s.items()},
-            {dtype: rate / factor for dtype, rate in self.attention_flops_per_s.items()},
+            {d: rate / of.get(d, factor) for d, rate in self.flops_per_s.items()},
+            {d: rate / of.get(d, factor) for d, rate in self.attention_flops_per_s.items()},
         )
 
 
@@ -104,12 +110,18 @@ def model_rates(points: Mapping[str, KernelPoint], alone: Rates) -> Rates:
     blocks = [p for p in points.values() if p.kind == "block" and alone.knows(p)]
     if len(blocks) < FEWEST_BLOCKS:
         return alone
+    counts = Counter(p.dtype for p in blocks)
+    others = sorted(d for d, n in counts.items() if d != "float32" and n >= FEWEST_BLOCKS)
+
+    def rates_of(factors: Sequence[float]) -> Rates:
+        launch_s, factor, *of_others = factors
+        return alone.slower(launch_s, factor, dict(zip(others, of_others, strict=True)))
 
     def errors(factors: Sequence[float]) -> list[float]:
-        rates = alone.slower(*factors)
+        rates = rates_of(factors)
         return [math.log(rates.seconds(p) / p.seconds) for p in blocks]
 
-    return alone.slower(*positive(errors, [alone.launch_s, 1.0]))
+    return rates_of(positive(errors, [alone.launch_s, 1.0, *[1.0] * len(others)]))
 
 
 def best_rate(points: Iterable[KernelPoint], kind: KernelKind, dtype: str = "") -> float:

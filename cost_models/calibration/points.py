@@ -26,7 +26,7 @@ class KernelPoint:
     flops: float
     """Of products; 0 of kernels that only move bytes."""
     attention_flops: float
-    """Of attention."""
+    """Of attention: those that heads of 128 features would take as long for."""
     num_bytes: float
     """Of memory traffic."""
     seconds: Seconds
@@ -100,7 +100,8 @@ class Memory:
 class Profile:
     """All that was measured of a machine, by the names of the points."""
 
-    version: Literal[1]
+    version: Literal[2]
+    """1 counted the flops of attention as they are, whatever the size of the heads."""
     machine: Machine
     finished: bool
     """Whether nothing is left to measure; else the next profile of this machine goes on."""

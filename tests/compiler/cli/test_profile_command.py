@@ -161,7 +161,7 @@ def test_a_failure_is_one_line(
 ) -> None:
     save_profile(example_profile(), Path("old.points.json"))
     text = Path("old.points.json").read_text()
-    Path("old.points.json").write_text(text.replace('"version": 1', '"version": 7'))
+    Path("old.points.json").write_text(text.replace('"version": 2', '"version": 7'))
     measures(lambda *_: example_profile())
     assert run(["profile", *arguments]) == 2
     error = capsys.readouterr().err

@@ -66,6 +66,19 @@ def test_a_model_says_by_what_its_kernels_are_slower() -> None:
     assert found.attention_flops_per_s["float32"] == pytest.approx(5e11 / 1.5, rel=1e-3)
 
 
+def test_products_of_another_dtype_have_a_factor_of_their_own() -> None:
+    in_model = TRUE.slower(40e-6, 1.5, {"bfloat16": 6.0})
+    assert in_model.flops_per_s == pytest.approx({"bfloat16": 2e12 / 6, "float32": 1e12 / 1.5})
+    small, large = POINTS["block"], replace(POINTS["block"], flops=1e9, kernels=50, num_bytes=1e5)
+    pieces = [replace(p, dtype=d) for d in ("float32", "bfloat16") for p in (small, large)]
+    no_attention = [replace(p, attention_flops=0.0) for p in pieces]
+    points = {str(p): replace(p, seconds=in_model.seconds(p)) for p in no_attention}
+    found = model_rates(points, TRUE)
+    assert found.launch_s == pytest.approx(40e-6, rel=1e-3)
+    assert found.memory_bytes_per_s == pytest.approx(1e10 / 1.5, rel=1e-3)
+    assert found.flops_per_s == pytest.approx(in_model.flops_per_s, rel=1e-3)
+
+
 def test_one_piece_tells_no_starts_from_work() -> None:
     other = replace(POINTS["block"], dtype="float16")  # of which no product was measured
     assert model_rates({"block": POINTS["block"], "other": other}, TRUE) == TRUE

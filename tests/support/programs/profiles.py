@@ -13,7 +13,7 @@ from meshfold.cost_models.calibration.points import (
 def example_profile(*, finished: bool = True, num_nodes: int = 1) -> Profile:
     per_node = 2 // num_nodes
     return Profile(
-        version=1,
+        version=2,
         machine=Machine("cpu-process", "gloo", 2, per_node, 2, "2.13.0"),
         finished=finished,
         memory=Memory(8 * 10**9, 10**9),
