@@ -27,7 +27,7 @@ def test_both_ways(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("version", 2, "version"),
+        ("version", 1, "version"),
         ("kernels", {"a": {"kind": "gemm"}}, "missing field"),
         ("surplus", 1, "surplus: unknown field"),
     ],
