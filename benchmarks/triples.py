@@ -21,6 +21,7 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # support/
 
+from support.processes.pool import Pools
 from support.search.triples import TOLERANCE, Outcome, draw_triple, outcome_of
 
 
@@ -31,12 +32,13 @@ from support.search.triples import TOLERANCE, Outcome, draw_triple, outcome_of
 def main(count: int, seed: int, scheduled: bool) -> None:
     """Draw, plan, run, and print a summary."""
     torch.set_num_threads(1)
-    outcomes = []
+    outcomes, pools = [], Pools()
     for number in range(seed, seed + count):
-        outcome = outcome_of(draw_triple(number), scheduled=scheduled)
+        outcome = outcome_of(draw_triple(number), pools, scheduled=scheduled)
         outcomes.append(outcome)
         if outcome.failed:
             click.echo(f"FAILED {outcome.text}\n       {outcome.failed}")
+    pools.close()
     failures = _summary(outcomes)
     sys.exit(1 if failures else 0)
 

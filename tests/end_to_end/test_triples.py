@@ -4,6 +4,7 @@ draws more of them."""
 from dataclasses import replace
 
 import pytest
+from support.processes.pool import Pools
 from support.search.triples import DRAWN_BLOCKS, compared, draw_triple, outcome_of
 
 from meshfold.ir.options import CompileOptions
@@ -16,50 +17,62 @@ BUFFERS, MASKS, ONE_KEY_HEAD = 5001, 5043, 5100
 repeated for more query heads than there are ranks."""
 
 
-def check(seed: int, *, scheduled: bool = False) -> None:
-    outcome = outcome_of(draw_triple(seed), scheduled=scheduled)
+def check(seed: int, pools: Pools, *, scheduled: bool = False) -> None:
+    outcome = outcome_of(draw_triple(seed), pools, scheduled=scheduled)
     assert not outcome.failed, f"{outcome.text}\n{outcome.failed}"
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("seed", range(QUICK))
-def test_what_is_planned_runs_and_is_right(seed: int) -> None:
-    check(seed)
+def test_what_is_planned_runs_and_is_right(seed: int, pools: Pools) -> None:
+    check(seed, pools)
 
 
+@pytest.mark.multiprocess
 @pytest.mark.slow(25)
 @pytest.mark.parametrize("first", range(QUICK, 57, 17))
-def test_more_of_what_is_planned_runs_and_is_right(first: int, pytestconfig: pytest.Config) -> None:
+def test_more_of_what_is_planned_runs_and_is_right(
+    first: int, pools: Pools, pytestconfig: pytest.Config
+) -> None:
     """Every third; others run in parts, below, and with more blocks."""
     for seed in range(first, first + 17, 1 if pytestconfig.getoption("exhaustive") else 3):
-        check(seed)
+        check(seed, pools)
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("seed", range(DRAWN_BLOCKS, DRAWN_BLOCKS + QUICK // 2))
-def test_blocks_and_returns_of_all_kinds_run_and_are_right(seed: int) -> None:
-    check(seed)
+def test_blocks_and_returns_of_all_kinds_run_and_are_right(seed: int, pools: Pools) -> None:
+    check(seed, pools)
 
 
+@pytest.mark.multiprocess
 @pytest.mark.slow(25)
 @pytest.mark.parametrize("first", range(DRAWN_BLOCKS + QUICK, DRAWN_BLOCKS + 57, 17))
-def test_more_blocks_and_returns_run_and_are_right(first: int, pytestconfig: pytest.Config) -> None:
+def test_more_blocks_and_returns_run_and_are_right(
+    first: int, pools: Pools, pytestconfig: pytest.Config
+) -> None:
     """Every third in one mode, every third scheduled in parts."""
     every = pytestconfig.getoption("exhaustive")
     for seed in range(first, first + 17):
         if every or seed % 3 < 2:
-            check(seed, scheduled=seed % 3 == 1)
+            check(seed, pools, scheduled=seed % 3 == 1)
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("seed", [BUFFERS, MASKS, ONE_KEY_HEAD])
-def test_scheduled_in_parts_it_is_right(seed: int) -> None:
-    check(seed, scheduled=True)
+def test_scheduled_in_parts_it_is_right(seed: int, pools: Pools) -> None:
+    check(seed, pools, scheduled=True)
 
 
+@pytest.mark.multiprocess
 @pytest.mark.slow(25)
 @pytest.mark.parametrize("first", range(QUICK, 57, 17))
-def test_more_of_it_scheduled_in_parts_is_right(first: int, pytestconfig: pytest.Config) -> None:
+def test_more_of_it_scheduled_in_parts_is_right(
+    first: int, pools: Pools, pytestconfig: pytest.Config
+) -> None:
     every = pytestconfig.getoption("exhaustive")
     for seed in range(first + (0 if every else 1), first + 17, 1 if every else 3):
-        check(seed, scheduled=True)
+        check(seed, pools, scheduled=True)
 
 
 def test_one_seed_is_one_triple() -> None:
@@ -69,9 +82,10 @@ def test_one_seed_is_one_triple() -> None:
         assert a.equal(b)
 
 
-def test_a_refusal_is_no_failure_and_keeps_its_message() -> None:
+@pytest.mark.multiprocess
+def test_a_refusal_is_no_failure_and_keeps_its_message(pools: Pools) -> None:
     triple = replace(draw_triple(3), options=CompileOptions(memory_bytes=1))
-    outcome = outcome_of(triple)
+    outcome = outcome_of(triple, pools)
     assert "nothing fits" in outcome.refused
     assert not outcome.failed
 

@@ -21,7 +21,6 @@ from meshfold.api import bind, plan_captured
 from meshfold.capture.pipeline import Captured, capture
 from meshfold.codegen.emit.pass_pipeline import emit
 from meshfold.cost_models.hardware.devices import resolve_cluster
-from meshfold.distributed.local_processes import Report, run_local
 from meshfold.errors import MeshfoldError, PassError
 from meshfold.ir.cluster import ClusterSpec
 from meshfold.ir.custom_ops import CustomRule
@@ -36,6 +35,7 @@ from meshfold.training.local_gradient import local_tensor
 from meshfold.validation.float64_mode import float64_everywhere
 from support.models.blocks import Model, Sizes
 from support.models.hugging_face import tiny_model
+from support.processes.pool import Pools
 from support.programs.emit import part_of
 from support.programs.local_programs import Rank, errors_of_a_step, on_ranks, one_process
 from support.programs.pipeline import without_start_up
@@ -178,9 +178,10 @@ class Outcome:
     strategies: tuple[str, ...] = ()
 
 
-def outcome_of(triple: Triple, *, scheduled: bool = False) -> Outcome:
-    """Plans, and runs one step: on simulated ranks, a plan with a schedule on processes. Only
-    captures and plans may be refused. scheduled: in that mode, regions in parts that are drawn."""
+def outcome_of(triple: Triple, pools: Pools, *, scheduled: bool = False) -> Outcome:
+    """Plans, and runs one step: on simulated ranks, a plan with a schedule on processes of `pools`.
+    Only captures and plans may be refused. scheduled: in that mode, regions in parts that are
+    drawn."""
     options = triple.options
     if scheduled:
         options = replace(options, mode="scheduled", pins={**options.pins, "micro_chunks": 1})
@@ -198,7 +199,7 @@ def outcome_of(triple: Triple, *, scheduled: bool = False) -> Outcome:
         return Outcome(triple.text, failed=f"not refused, but: {error!r}")
     strategies = tuple(dict.fromkeys(r.strategy.label for r in plan.regions))
     try:
-        errors = _errors(triple, captured, plan)
+        errors = _errors(triple, captured, plan, pools)
     except Exception as error:
         return Outcome(
             triple.text, failed=f"fails after planning: {error!r}", strategies=strategies
@@ -225,17 +226,17 @@ def _in_random_parts(plan: Plan, captured: Captured, draw: random.Random) -> Pla
     return replace(plan, regions=tuple(regions))
 
 
-def _errors(triple: Triple, captured: Captured, plan: Plan) -> list[dict[str, float]]:
+def _errors(triple: Triple, captured: Captured, plan: Plan, pools: Pools) -> list[dict[str, float]]:
     """The differences from one process by rank (support.programs.local_programs)."""
     if plan.schedule:
-        text = plan_to_json(plan)
-        return run_local(plan.world_size, _errors_of_a_scheduled_step, triple.seed, text)
+        step = f"{__name__}:{errors_of_a_scheduled_step.__name__}"
+        return pools.run(plan.world_size, step, triple.seed, plan_to_json(plan))
     program = emit(captured.graph, plan)
     right = _right(triple, captured)
     return errors_of_a_step(triple.model, triple.batch, captured, program, right)
 
 
-def _errors_of_a_scheduled_step(_: Report, seed: int, plan_text: str) -> dict[str, float]:
+def errors_of_a_scheduled_step(seed: int, plan_text: str) -> dict[str, float]:
     """The errors of this process, which may have some of the parameters only."""
     triple, plan = draw_triple(seed), plan_from_json(plan_text)
     with float64_everywhere():
