@@ -119,19 +119,16 @@ def cross_entropy(
             class_digits,
         )
         losses = losses if is_wide else losses.to(logits.dtype)
-        if reduction == "none":
-            return losses
-        total = losses.sum()
     else:
-        total = functional.cross_entropy(
+        losses = functional.cross_entropy(
             logits,
             target,
             weight,
-            reduction="sum",
+            reduction="none" if reduction == "none" else "sum",
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
         )
-    return _mean_of_targets(context.mesh, total, target, weight, reduction, ignore_index, row_axes)
+    return _reduced(context.mesh, losses, target, weight, reduction, ignore_index, row_axes)
 
 
 def linear_cross_entropy(
@@ -164,10 +161,7 @@ def linear_cross_entropy(
         class_digits,
     )
     losses = losses if is_wide else losses.to(x.dtype)
-    if reduction == "none":
-        return losses
-    total = losses.sum()
-    return _mean_of_targets(context.mesh, total, target, weight, reduction, ignore_index, row_axes)
+    return _reduced(context.mesh, losses, target, weight, reduction, ignore_index, row_axes)
 
 
 def nll_loss(
@@ -183,18 +177,22 @@ def nll_loss(
     total = functional.nll_loss(
         logarithms, target, weight, reduction="sum", ignore_index=ignore_index
     )
-    return _mean_of_targets(context.mesh, total, target, weight, "mean", ignore_index, row_axes)
+    return _reduced(context.mesh, total, target, weight, "mean", ignore_index, row_axes)
 
 
-def _mean_of_targets(
+def _reduced(
     mesh: RankMesh,
-    total: Tensor,
+    losses: Tensor,
     target: Tensor,
     weight: Tensor | None,
     reduction: str,
     ignore_index: int,
     row_axes: Axes,
 ) -> Tensor:
+    """The losses of rows, or their sum [], as `reduction` wants them: see cross_entropy."""
+    if reduction == "none":
+        return losses
+    total = losses.sum()
     if reduction == "sum":
         return total
     counts = classes.target_count(target, weight, ignore_index, total.dtype)

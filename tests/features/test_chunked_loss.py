@@ -5,22 +5,16 @@ from typing import Any
 import pytest
 import torch
 from support.models.hugging_face import tiny_model
-from support.programs.local_programs import errors_of_a_step
 from support.programs.memory import RealStep, allocator_peak_bytes, plain_typings
-from support.programs.schedules import captured_family
+from support.programs.pinned import cases, program_and_error
 
-from meshfold.api import plan_captured
-from meshfold.codegen.emit.pass_pipeline import emit
-from meshfold.cost_models.hardware.devices import cluster, resolve_cluster
+from meshfold.cost_models.hardware.devices import cluster
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.mesh import Mesh
-from meshfold.ir.options import CompileOptions, Mode
+from meshfold.ir.options import Mode
 from meshfold.memory_probe.prober import OpProber
 from meshfold.passes.memory.region import MemoryModel
-from meshfold.passes.split.as_planned import as_planned
 from meshfold.passes.split.chunked_losses import with_chunked_losses
-from meshfold.plan_file.io import plan_from_json, plan_to_json
-from meshfold.validation.float64_mode import float64_everywhere
 
 PINS: dict[str, dict[str, Any]] = {
     "tp": {"tp": 2},
@@ -30,32 +24,17 @@ PINS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("family", "pins", "mode"),
-    [
-        ("gpt2", "tp", "eager"),
-        ("llama", "zero3 x tp, again", "scheduled"),
-        *(
-            pytest.param(family, pins, mode, marks=pytest.mark.slow)
-            for family in ("gpt2", "llama")
-            for pins in PINS
-            for mode in ("eager", "scheduled")
-        ),
-    ],
-)
+QUICK: list[tuple[str, str, Mode]] = [
+    ("gpt2", "tp", "eager"),
+    ("llama", "zero3 x tp, again", "scheduled"),
+]
+
+
+@pytest.mark.parametrize(("family", "pins", "mode"), cases(QUICK, PINS))
 def test_loss_and_every_gradient_equal_one_process(family: str, pins: str, mode: Mode) -> None:
-    model, batch = tiny_model(family)
-    captured = captured_family(family)
-    pinned = {**PINS[pins], "chunked_loss": 1, "microbatches": 1}
-    devices = PINS[pins].get("dp", 1) * PINS[pins].get("tp", 1)
-    spec = resolve_cluster("dgx-h100", devices)
-    options = CompileOptions(pins=pinned, mode=mode)
-    plan = plan_from_json(plan_to_json(plan_captured(captured, family, spec, options)))
-    program = emit(as_planned(captured.graph, plan), plan)
+    program, error = program_and_error(family, {**PINS[pins], "chunked_loss": 1}, mode)
     assert "linear_cross_entropy" in program.text()
-    with float64_everywhere():
-        found = errors_of_a_step(model, batch, captured, program)
-    assert max(max(errors.values()) for errors in found) < 1e-12
+    assert error < 1e-12
 
 
 @pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])

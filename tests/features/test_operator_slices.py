@@ -8,10 +8,9 @@ import pytest
 import torch
 from support.models.hugging_face import tiny_model
 from support.processes.pool import Pools
-from support.programs.local_programs import errors_of_a_step
 from support.programs.memory import EmittedStep
+from support.programs.pinned import cases, program_and_error
 from support.programs.pipeline import captured_model
-from support.programs.schedules import captured_family
 
 from meshfold.api import plan_captured
 from meshfold.capture.pipeline import capture
@@ -19,7 +18,7 @@ from meshfold.codegen.emit.pipeline import emit_plan
 from meshfold.codegen.program.emitted import EmittedProgram
 from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.ir.options import CompileOptions, Mode
-from meshfold.plan_file.io import plan_from_json, plan_to_json
+from meshfold.plan_file.io import plan_to_json
 from meshfold.validation.float64_mode import float64_everywhere
 
 PINS: dict[str, dict[str, Any]] = {
@@ -31,33 +30,18 @@ PINS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("family", "pins", "mode"),
-    [
-        ("gpt2", "zero3", "eager"),
-        ("llama", "zero3 x tp, again", "scheduled"),
-        *(
-            pytest.param(family, pins, mode, marks=pytest.mark.slow)
-            for family in ("gpt2", "llama")
-            for pins in PINS
-            for mode in ("eager", "scheduled")
-        ),
-    ],
-)
+QUICK: list[tuple[str, str, Mode]] = [
+    ("gpt2", "zero3", "eager"),
+    ("llama", "zero3 x tp, again", "scheduled"),
+]
+
+
+@pytest.mark.parametrize(("family", "pins", "mode"), cases(QUICK, PINS))
 def test_loss_and_every_gradient_equal_one_process(family: str, pins: str, mode: Mode) -> None:
     """5 slices: along columns of results and of inputs, of tables, too."""
-    model, batch = tiny_model(family)
-    captured = captured_family(family)
-    pinned = {**PINS[pins], "slices": 5, "microbatches": 1}
-    devices = PINS[pins].get("dp", 1) * PINS[pins].get("tp", 1)
-    options = CompileOptions(pins=pinned, mode=mode)
-    found = plan_captured(captured, family, resolve_cluster("dgx-h100", devices), options)
-    program = emit_plan(captured.graph, plan_from_json(plan_to_json(found)))
-    assert isinstance(program, EmittedProgram)
+    program, error = program_and_error(family, {**PINS[pins], "slices": 5}, mode)
     assert any(s.slice for i in program.folded.instances for s in i.sources)
-    with float64_everywhere():
-        errors = errors_of_a_step(model, batch, captured, program)
-    assert max(max(of.values()) for of in errors) < 1e-12
+    assert error < 1e-12
 
 
 def test_dropout_draws_what_it_draws_without_slices() -> None:
