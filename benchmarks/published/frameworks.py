@@ -72,10 +72,10 @@ ranks those of 529B by 20 ms; bytes differ by 3, numbers of weights by 1.1."""
 NO_GAIN = 2.0
 """DeviceSpec.overlap_slowdown at which nothing is gained by overlap."""
 
-HOST_OP_S = 34e-6
+HOST_OP_S = 46e-6
 """Of the frameworks of published runs, per op of our graph: modules in Python, with hooks and
 checkpoints, issue twice as many kernels as an emitted program. Fitted: a microbatch of a small
-model takes 3.4 ms a layer, recomputed, whatever its size (VIA-Research/vTrain)."""
+model in one stage takes 3.3 ms a layer, whatever its size (VIA-Research/vTrain)."""
 
 FUSED_KERNELS = ("NeMo", "Megatron Bridge", "Megatron-Core")
 """How rows name frameworks that run Transformer Engine: rotary embeddings are one kernel each for
@@ -96,6 +96,11 @@ REGATHERING = ("Megatron", "NeMo")
 parallelism, and gather it again in the backward, beside the product for the gradient of the rows
 (Korthikanti et al. 2022, section 4.2.2), so that it takes no time; an emitted program keeps what it
 gathered."""
+
+KEEPING_LAST_STAGE = ("Megatron-DeepSpeed",)
+"""How rows name frameworks whose last stage recomputes nothing, as its backward follows each
+forward at once (VIA-Research/vTrain@f8dda84, src/predictor.py, which is held against these runs; of
+one stage that is the whole model). Head and loss are in no checkpoint of any framework."""
 
 GATHERED = 2
 """Times that a layer gathers its sequence: before the products of attention, and of the rest."""
@@ -122,6 +127,8 @@ class Traits:
     score_bytes: float = 0.0
     """Of a microbatch and all layers, of the scores that the run keeps and a program does not, on
     one rank."""
+    keeps_last_stage: bool = False
+    """Whether the last stage recomputes nothing where others recompute all."""
     adds_in_products: bool = False
     """Whether products add weight gradients of microbatches up themselves, in 16 bits."""
 
@@ -135,6 +142,7 @@ def traits_of(run: Run) -> Traits:
         hidden_tp_share=_hidden_tp_share(run),
         regathered_bytes=_regathered_bytes(run),
         score_bytes=_score_bytes(run),
+        keeps_last_stage=run.framework.startswith(KEEPING_LAST_STAGE),
         adds_in_products=is_16_bit,
     )
 
@@ -150,10 +158,17 @@ def _regathered_bytes(run: Run) -> float:
 
 def _score_bytes(run: Run) -> float:
     """None where attention is recomputed."""
-    if run.recompute != "none" or not run.framework.startswith(UNFUSED_ATTENTION):
+    if run.recompute != "none" or not _is_unfused(run):
         return 0.0
     scores = run.micro_batch_size * run.num_heads / run.tp * run.seq_len**2 / run.cp
     return run.num_layers * SCORE_BYTES * scores
+
+
+def _is_unfused(run: Run) -> bool:
+    """Whether scores of attention go through memory."""
+    return run.attention == "unfused" or (
+        not run.attention and run.framework.startswith(UNFUSED_ATTENTION)
+    )
 
 
 def _hidden_tp_share(run: Run) -> float:
@@ -198,7 +213,7 @@ def _device(run: Run, device: DeviceSpec) -> DeviceSpec:
     device = replace(device, host_op_s=HOST_OP_S)
     if run.framework.startswith(ZERO_3_OF_2021):
         device = replace(device, overlap_slowdown=NO_GAIN)
-    if run.framework.startswith(UNFUSED_ATTENTION):
+    if _is_unfused(run):
         return replace(device, fused_attention=False)
     for names, kernels in (
         (OF_FLASH_ATTENTION_1, FLASH_ATTENTION_1),
