@@ -72,10 +72,20 @@ ranks those of 529B by 20 ms; bytes differ by 3, numbers of weights by 1.1."""
 NO_GAIN = 2.0
 """DeviceSpec.overlap_slowdown at which nothing is gained by overlap."""
 
-HOST_OP_S = 46e-6
-"""Of the frameworks of published runs, per op of our graph: modules in Python, with hooks and
-checkpoints, issue twice as many kernels as an emitted program. Fitted: a microbatch of a small
-model in one stage takes 3.3 ms a layer, whatever its size (VIA-Research/vTrain)."""
+HOST_OP_S: Mapping[str, float] = {"V100": 46e-6, "A100": 46e-6}
+"""Of the frameworks of published runs, per op of our graph, by the device beside the host: modules
+in Python, with hooks and checkpoints, issue twice as many kernels as an emitted program. Fitted: a
+microbatch of a small model in one stage takes 3.3 ms a layer, whatever its size
+(VIA-Research/vTrain)."""
+
+LATER_HOST_OP_S = 34e-6
+"""The same of hosts of later devices, whose cores are faster: at most, of 12 layers on 8 B200
+(SimuMax)."""
+
+NO_GRAD_SHARE = 0.25
+"""Of that, in a forward that is recomputed later: no graph of its backward is built. Fitted: stages
+that recompute take 9 % longer than those that do not where the host decides
+(VIA-Research/vTrain)."""
 
 FUSED_KERNELS = ("NeMo", "Megatron Bridge", "Megatron-Core")
 """How rows name frameworks that run Transformer Engine: rotary embeddings are one kernel each for
@@ -208,9 +218,19 @@ def _link(run: Run, link: LinkSpec) -> LinkSpec:
     )
 
 
+def without_gradients(cluster: ClusterSpec) -> ClusterSpec:
+    """The cluster with the host of a forward that builds no graph of its backward."""
+    groups = (
+        replace(g, device=replace(g.device, host_op_s=NO_GRAD_SHARE * g.device.host_op_s))
+        for g in cluster.groups
+    )
+    return replace(cluster, groups=tuple(groups))
+
+
 def _device(run: Run, device: DeviceSpec) -> DeviceSpec:
     """The device with the attention kernels and the host of the run's framework."""
-    device = replace(device, host_op_s=HOST_OP_S)
+    family = run.gpu.split("-")[0]
+    device = replace(device, host_op_s=HOST_OP_S.get(family, LATER_HOST_OP_S))
     if run.framework.startswith(ZERO_3_OF_2021):
         device = replace(device, overlap_slowdown=NO_GAIN)
     if _is_unfused(run):
@@ -220,7 +240,7 @@ def _device(run: Run, device: DeviceSpec) -> DeviceSpec:
         (OF_FLASH_ATTENTION_2, FLASH_ATTENTION_2),
         (FUSED_KERNELS, FLASH_ATTENTION_3),
     ):
-        rates = kernels.get(run.gpu.split("-")[0])
+        rates = kernels.get(family)
         if rates and run.framework.startswith(names):
             return replace(
                 device, attention_efficiency=rates[0], attention_backward_efficiency=rates[1]

@@ -2,6 +2,7 @@
 refine."""
 
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -20,7 +21,7 @@ from meshfold.models.from_argument import build_model
 from meshfold.passes.planner.find import find_plan_for
 from meshfold.refine.pipeline import refined
 from published.even_stages import even_stages
-from published.frameworks import Traits
+from published.frameworks import Traits, without_gradients
 from published.memory import OF_MEGATRON, measured_bytes
 from published.runs import Run
 from published.setup import NotExpressible, Setup, Shape, setup_of
@@ -76,16 +77,28 @@ def _predicted(captured: Captured, setup: Setup) -> tuple[float, float, float]:
 
 
 def in_framework_s(plan: Plan, captured: Captured, setup: Setup) -> float:
-    """Seconds of the step of the plan under the pins of a setup, in its framework."""
+    """Seconds of the step of the plan under the pins of a setup, in its framework. Where all is
+    recomputed, forwards are issued faster, and head and loss run once; or the whole last stage."""
     step_s = step_s_of(plan, setup.traits)
     if setup.options.pins["recompute"] != "full":
         return step_s
+    issued = fitting(captured, replace(setup, cluster=without_gradients(setup.cluster)))
+    faster_s = [
+        max(0.0, a - b) for a, b in zip(_forwards_s(plan), _forwards_s(issued), strict=True)
+    ]
     kept_s = plan.regions[-1].forward_s
     if setup.traits.keeps_last_stage:
         pins = dict(setup.options.pins) | {"recompute": "none"}
         kept = replace(setup, options=replace(setup.options, pins=pins))
         kept_s = _last_backward_s(plan) - _last_backward_s(fitting(captured, kept))
-    return step_s - saved_by_last_stage_s(plan, kept_s)
+        faster_s[-1] = 0.0
+    return step_s - saved_s(plan, faster_s, kept_s)
+
+
+def _forwards_s(plan: Plan) -> list[float]:
+    """Of each stage, for one microbatch."""
+    costs = [stage.costs for stage in plan.stages]
+    return [plan.time.forward_s if c is None else c.forward_s for c in costs]
 
 
 def _last_backward_s(plan: Plan) -> float:
@@ -94,20 +107,21 @@ def _last_backward_s(plan: Plan) -> float:
     return plan.step_s - plan.time.forward_s if costs is None else costs.backward_s
 
 
-def saved_by_last_stage_s(plan: Plan, kept_s: float) -> float:
-    """Seconds by which a step is shorter where the backward of the last stage is, by kept_s for
-    each microbatch: none, where another stage decides."""
+def saved_s(plan: Plan, faster_s: Sequence[float], kept_s: float) -> float:
+    """Seconds by which a step is shorter where forwards of each stage are, by faster_s for each
+    microbatch, and the backward of the last one by kept_s: none, where another stage decides."""
     costs = [stage.costs for stage in plan.stages if stage.costs is not None]
     if not plan.schedule or not costs:
-        return kept_s
+        return sum(faster_s) + kept_s
     forward_s = [c.forward_s for c in costs]
     backward_s = [c.backward_s for c in costs]
-    less_s = [*backward_s[:-1], backward_s[-1] - kept_s]
-    schedule = Schedule.parse(plan.schedule)
-    ends_s = [
-        device_ends_s(schedule, StageTimes.build(forward_s, b)).max() for b in (backward_s, less_s)
-    ]
-    return float(ends_s[0] - ends_s[1])
+    less_s = [f - faster for f, faster in zip(forward_s, faster_s, strict=True)]
+    times = (
+        StageTimes.build(forward_s, backward_s),
+        StageTimes.build(less_s, [*backward_s[:-1], backward_s[-1] - kept_s]),
+    )
+    before_s, after_s = (device_ends_s(Schedule.parse(plan.schedule), t).max() for t in times)
+    return float(before_s - after_s)
 
 
 def fitting(captured: Captured, setup: Setup) -> Plan:

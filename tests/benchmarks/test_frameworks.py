@@ -9,7 +9,7 @@ from published.even_stages import even_boundaries
 from published.frameworks import Traits, traits_of
 from published.memory import measured_bytes
 from published.named import NAMED, Named, label, named_table, spent
-from published.predict import captured_shape, peak_of, saved_by_last_stage_s, step_s_of
+from published.predict import captured_shape, peak_of, saved_s, step_s_of
 from published.runs import DEFAULT, WITH_MEMORY, read_runs
 from published.setup import Shape, setup_of
 
@@ -108,17 +108,19 @@ def test_stages_have_like_numbers_of_layers() -> None:
 
 def test_a_last_stage_that_recomputes_nothing_shortens_what_waits_for_it() -> None:
     """1 s less for each of 4 microbatches of the slower stage; of a faster one the first alone is
-    waited for. Without a schedule there is one microbatch."""
+    waited for. Without a schedule there is one microbatch. Forwards likewise."""
 
     def stages(*times: tuple[float, float]) -> tuple[Any, ...]:
         costs = (SimpleNamespace(forward_s=f, backward_s=b) for f, b in times)
         return tuple(SimpleNamespace(costs=c) for c in costs)
 
     slow = plan_of(schedule="1f1b(2 x 4)", stages=stages((1, 2), (2, 5)))
-    assert saved_by_last_stage_s(slow, 1.0) == pytest.approx(4.0)
+    assert saved_s(slow, [0, 0], 1.0) == pytest.approx(4.0)
     fast = plan_of(schedule="1f1b(2 x 4)", stages=stages((2, 4), (1, 2)))
-    assert saved_by_last_stage_s(fast, 1.0) == pytest.approx(1.0)
-    assert saved_by_last_stage_s(plan_of(schedule="", stages=stages((2, 4))), 1.0) == 1.0
+    assert saved_s(fast, [0, 0], 1.0) == pytest.approx(1.0)
+    assert saved_s(fast, [0.5, 0], 0.0) == pytest.approx(3 * 0.5)  # one is in the wait
+    whole = plan_of(schedule="", stages=stages((2, 4)))
+    assert saved_s(whole, [0.5], 1.0) == 1.5
 
 
 def test_memory_of_megatron_by_hand() -> None:
