@@ -2,6 +2,7 @@
 
     python benchmarks/accuracy.py [RUNS] [--dataset NAME] [--sample N] [--save FILE] [--rows]
                                   [--bands FILE] [--folds]
+    python benchmarks/accuracy.py --memory [--save FILE] [--rows]
     python benchmarks/accuracy.py --named
 
 RUNS is a JSON file of runs (benchmarks/published/runs.py says which fields); without it the runs
@@ -13,6 +14,8 @@ evenly. --bands writes the table of errors that plans print beside their step ti
 fifth under a factor per family of devices that is fitted to the other four. --named takes the runs
 of benchmarks/published/named.json instead, and plans each once more without its pins: the published
 plan in its framework and as an emitted program, beside the plan that the search chooses.
+--memory takes the runs with a published peak (benchmarks/published/memory.json, and those of RUNS),
+a row a source: what is allocated, predicted over published (benchmarks/published/memory.py).
 
 A row a dataset: runs, mean absolute error, bias and worst error of the step time, the mean absolute
 error of one constant efficiency per family of devices (the yardstick), runs that are said not to
@@ -34,7 +37,7 @@ from published.bands import bands_json
 from published.folds import folds
 from published.named import named_runs, named_table
 from published.predict import Prediction, predicted
-from published.runs import DEFAULT, Run, read_runs
+from published.runs import DEFAULT, WITH_MEMORY, Run, read_runs
 from published.score import Scored, Summary, by_dataset, regrets, timed, yardstick
 
 
@@ -90,6 +93,24 @@ def table(scored: Sequence[Scored]) -> None:
         )
 
 
+def memory_table(scored: Sequence[Scored], with_rows: bool) -> None:
+    """A row a source, and one of all."""
+    found = [(s, e) for s in scored if (e := s.memory_error) is not None]
+    if with_rows:
+        for s, error in found:
+            click.echo(f"{s.run.id:<100}{s.run.peak_mem_gib:>9.3f}{error:>+8.1%}")
+    click.echo(f"{'source':<24}{'runs':>5}{'mean':>8}{'bias':>8}{'worst':>8}")
+    for name, group in (*by_dataset([s for s, _ in found]).items(), ("all", [s for s, _ in found])):
+        errors = Summary.of([s.memory_error or 0.0 for s in group])
+        click.echo(
+            f"{name:<24}{errors.num_runs:>5}{errors.mean_absolute:>8.1%}{errors.bias:>+8.1%}"
+            f"{errors.worst:>+8.1%}"
+        )
+    reasons = Counter(s.prediction.reason for s in scored if s.prediction.reason)
+    for reason, count in reasons.most_common():
+        click.echo(f"not predicted: {count:>4}  {reason}")
+
+
 def rows(scored: Sequence[Scored]) -> None:
     """A row a run."""
     for s in scored:
@@ -133,6 +154,7 @@ def _fold_row(name: str, count: int, figures: Sequence[float]) -> None:
 @click.option("--bands", type=click.Path(path_type=Path, dir_okay=False), help="Write the table.")
 @click.option("--folds", "with_folds", is_flag=True, help="Also a five-fold split by dataset.")
 @click.option("--named", is_flag=True, help="Large runs by name, beside the plan that we choose.")
+@click.option("--memory", is_flag=True, help="Peak memory alone, of all runs that say it.")
 @click.option("--rows", "with_rows", is_flag=True, help="Also a row a run.")
 def main(
     runs: Path,
@@ -142,12 +164,18 @@ def main(
     bands: Path | None,
     with_folds: bool,
     named: bool,
+    memory: bool,
     with_rows: bool,
 ) -> None:
     if named:
         named_table(named_runs())
         return
     found = read_runs(runs)
+    if memory:
+        every = (*read_runs(WITH_MEMORY).runs, *found.runs)
+        peaks = [r for r in every if r.peak_mem_gib and (not dataset or r.dataset in dataset)]
+        memory_table(predictions(peaks, save), with_rows)
+        return
     chosen = [r for r in found.runs if r.is_dense_step and (not dataset or r.dataset in dataset)]
     if not chosen:
         raise click.ClickException(f"{runs}: no dense runs of quality A or B with a step time")

@@ -1,7 +1,7 @@
 """CPU time, proof and outcome of whole plans, beyond capture and imports.
 
     python benchmarks/plan.py [--depth] [--devices] [--memory] [--selective] [--largest]
-                              [--operators] [--distinct N]
+                              [--operators] [--distinct N] [--evaluation]
     python benchmarks/plan.py --pins N [--published N] [--only NAME] [--results FILE]
 
 One row a plan: step time, peak memory, optimality gap, programs priced, CPU seconds. --depth plans
@@ -16,7 +16,8 @@ meshes are planned, and a layer takes about twice as long. --selective compares,
 layer, what selective recomputation keeps and adds with the mix of layers that keep all and layers
 that keep nothing, at the same bytes. --largest looks for the deepest model that fits a node of
 A100s of 40 GB, without and with the host's memory. --operators plans OSDP's published case: which
-parameters are sharded, all or as the search chooses, and large operators in slices. --pins and
+parameters are sharded, all or as the search chooses, and large operators in slices. --evaluation
+takes the price of one plan without a pipeline, of Llama-3-8B and GPT-3. --pins and
 --published hold the plan that the search chooses against N random sets of pins per setup, and
 against N published plans (pinning/race.py); they end with 1 where one is faster.
 """
@@ -49,6 +50,7 @@ from meshfold.ir.strategy import TpMode
 from meshfold.memory_probe.prober import OpProber
 from meshfold.models.from_argument import build_model
 from meshfold.passes.memory.region import MemoryModel
+from meshfold.passes.planner.check import price_plan
 from meshfold.passes.planner.find import find_plan_for
 from meshfold.passes.region.typing import MeshSearch
 from meshfold.units import bytes_text, seconds_text
@@ -99,6 +101,9 @@ def depths(*, binds: bool) -> tuple[Case, ...]:
         for n, budget_gb in BUDGETS_GB.items()
     )
 
+
+EVALUATIONS = 10
+"""Of one plan; the first bring in what is kept between them."""
 
 DEVICES = tuple(
     Case(f"Llama-3-8B, {8 * n} devices", "llama-3-8b", f"dgx-h100x{n}", 8 * n)
@@ -160,6 +165,27 @@ def measure(cases: tuple[Case, ...]) -> None:
             f"{plan.search.num_priced:>7}{cpu_s:>8.2f}  {plan.strategy.label}"
         )
     click.echo(f"last over first: {seconds[-1] / seconds[0]:.2f} x\n")
+
+
+def measure_evaluation(cases: tuple[Case, ...]) -> None:
+    """Print what the price of one whole plan without a pipeline takes: from nothing but graph and
+    plan, as `meshfold check` has it, the best of EVALUATIONS; and in a search, whose programs share
+    tables, all that the search does divided by the programs that it priced."""
+    click.echo(f"{'one evaluation':<24}{'check':>12}{'in a search':>14}")
+    for case in cases:
+        graph, cluster = graph_of(case), preset(case.cluster)
+        pins = {"pp": 1, "microbatches": 1}
+        planned(graph, cluster, case, pins)
+        plan, cpu_s = planned(graph, cluster, case, pins)
+        probe, seconds = OpProber(), list[float]()
+        for _ in range(EVALUATIONS):
+            start = time.process_time()
+            price_plan(graph, plan, probe)
+            seconds.append(time.process_time() - start)
+        click.echo(
+            f"{case.name:<24}{1e3 * min(seconds):>9.1f} ms"
+            f"{1e3 * cpu_s / plan.search.num_priced:>11.1f} ms  {plan.strategy.label}"
+        )
 
 
 def resident_bytes() -> int:
@@ -289,6 +315,7 @@ def measure_operators() -> None:
 @click.option("--largest", is_flag=True, help="The largest model with and without offload.")
 @click.option("--operators", is_flag=True, help="OSDP's case: shards and slices of operators.")
 @click.option("--distinct", type=click.IntRange(1), help="Layers that are all different.")
+@click.option("--evaluation", is_flag=True, help="The price of one plan.")
 @click.option("--pins", type=click.IntRange(1), help="Random pins per setup.")
 @click.option("--published", type=click.IntRange(1), help="Published plans.")
 @click.option("--only", default="", help="Of the setups of --pins, those with this in the name.")
@@ -301,6 +328,7 @@ def main(
     largest: bool,
     operators: bool,
     distinct: int | None,
+    evaluation: bool,
     pins: int | None,
     published: int | None,
     only: str,
@@ -311,7 +339,8 @@ def main(
         num_faster = race(pins, results, only) if pins else 0
         num_faster += race_all_published(published, results) if published else 0
         sys.exit(1 if num_faster else 0)
-    if not (depth or devices or memory or selective or largest or operators or distinct):
+    tables = (depth, devices, memory, selective, largest, operators, distinct, evaluation)
+    if not any(tables):
         measure(CASES)
     if depth:
         for binds in (False, True):
@@ -329,6 +358,8 @@ def main(
         measure_operators()
     if distinct:
         measure_distinct(distinct)
+    if evaluation:
+        measure_evaluation(CASES[:2])
 
 
 if __name__ == "__main__":

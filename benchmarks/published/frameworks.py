@@ -72,10 +72,20 @@ ranks those of 529B by 20 ms; bytes differ by 3, numbers of weights by 1.1."""
 NO_GAIN = 2.0
 """DeviceSpec.overlap_slowdown at which nothing is gained by overlap."""
 
-HOST_OP_S = 34e-6
-"""Of the frameworks of published runs, per op of our graph: modules in Python, with hooks and
-checkpoints, issue twice as many kernels as an emitted program. Fitted: a microbatch of a small
-model takes 3.4 ms a layer, recomputed, whatever its size (VIA-Research/vTrain)."""
+HOST_OP_S: Mapping[str, float] = {"V100": 46e-6, "A100": 46e-6}
+"""Of the frameworks of published runs, per op of our graph, by the device beside the host: modules
+in Python, with hooks and checkpoints, issue twice as many kernels as an emitted program. Fitted: a
+microbatch of a small model in one stage takes 3.3 ms a layer, whatever its size
+(VIA-Research/vTrain)."""
+
+LATER_HOST_OP_S = 34e-6
+"""The same of hosts of later devices, whose cores are faster: at most, of 12 layers on 8 B200
+(SimuMax)."""
+
+NO_GRAD_SHARE = 0.25
+"""Of that, in a forward that is recomputed later: no graph of its backward is built. Fitted: stages
+that recompute take 9 % longer than those that do not where the host decides
+(VIA-Research/vTrain)."""
 
 FUSED_KERNELS = ("NeMo", "Megatron Bridge", "Megatron-Core")
 """How rows name frameworks that run Transformer Engine: rotary embeddings are one kernel each for
@@ -96,6 +106,11 @@ REGATHERING = ("Megatron", "NeMo")
 parallelism, and gather it again in the backward, beside the product for the gradient of the rows
 (Korthikanti et al. 2022, section 4.2.2), so that it takes no time; an emitted program keeps what it
 gathered."""
+
+KEEPING_LAST_STAGE = ("Megatron-DeepSpeed",)
+"""How rows name frameworks whose last stage recomputes nothing, as its backward follows each
+forward at once (VIA-Research/vTrain@f8dda84, src/predictor.py, which is held against these runs; of
+one stage that is the whole model). Head and loss are in no checkpoint of any framework."""
 
 GATHERED = 2
 """Times that a layer gathers its sequence: before the products of attention, and of the rest."""
@@ -122,6 +137,8 @@ class Traits:
     score_bytes: float = 0.0
     """Of a microbatch and all layers, of the scores that the run keeps and a program does not, on
     one rank."""
+    keeps_last_stage: bool = False
+    """Whether the last stage recomputes nothing where others recompute all."""
     adds_in_products: bool = False
     """Whether products add weight gradients of microbatches up themselves, in 16 bits."""
 
@@ -135,6 +152,7 @@ def traits_of(run: Run) -> Traits:
         hidden_tp_share=_hidden_tp_share(run),
         regathered_bytes=_regathered_bytes(run),
         score_bytes=_score_bytes(run),
+        keeps_last_stage=run.framework.startswith(KEEPING_LAST_STAGE),
         adds_in_products=is_16_bit,
     )
 
@@ -150,10 +168,17 @@ def _regathered_bytes(run: Run) -> float:
 
 def _score_bytes(run: Run) -> float:
     """None where attention is recomputed."""
-    if run.recompute != "none" or not run.framework.startswith(UNFUSED_ATTENTION):
+    if run.recompute != "none" or not _is_unfused(run):
         return 0.0
     scores = run.micro_batch_size * run.num_heads / run.tp * run.seq_len**2 / run.cp
     return run.num_layers * SCORE_BYTES * scores
+
+
+def _is_unfused(run: Run) -> bool:
+    """Whether scores of attention go through memory."""
+    return run.attention == "unfused" or (
+        not run.attention and run.framework.startswith(UNFUSED_ATTENTION)
+    )
 
 
 def _hidden_tp_share(run: Run) -> float:
@@ -193,19 +218,29 @@ def _link(run: Run, link: LinkSpec) -> LinkSpec:
     )
 
 
+def without_gradients(cluster: ClusterSpec) -> ClusterSpec:
+    """The cluster with the host of a forward that builds no graph of its backward."""
+    groups = (
+        replace(g, device=replace(g.device, host_op_s=NO_GRAD_SHARE * g.device.host_op_s))
+        for g in cluster.groups
+    )
+    return replace(cluster, groups=tuple(groups))
+
+
 def _device(run: Run, device: DeviceSpec) -> DeviceSpec:
     """The device with the attention kernels and the host of the run's framework."""
-    device = replace(device, host_op_s=HOST_OP_S)
+    family = run.gpu.split("-")[0]
+    device = replace(device, host_op_s=HOST_OP_S.get(family, LATER_HOST_OP_S))
     if run.framework.startswith(ZERO_3_OF_2021):
         device = replace(device, overlap_slowdown=NO_GAIN)
-    if run.framework.startswith(UNFUSED_ATTENTION):
+    if _is_unfused(run):
         return replace(device, fused_attention=False)
     for names, kernels in (
         (OF_FLASH_ATTENTION_1, FLASH_ATTENTION_1),
         (OF_FLASH_ATTENTION_2, FLASH_ATTENTION_2),
         (FUSED_KERNELS, FLASH_ATTENTION_3),
     ):
-        rates = kernels.get(run.gpu.split("-")[0])
+        rates = kernels.get(family)
         if rates and run.framework.startswith(names):
             return replace(
                 device, attention_efficiency=rates[0], attention_backward_efficiency=rates[1]

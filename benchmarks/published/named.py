@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from meshfold.ir.plan import Plan
-from published.predict import captured_shape, fitting, peak_of, planned, step_s_of
+from published.predict import captured_shape, fitting, in_framework_s, peak_of, planned
 from published.runs import Run, read_runs
 from published.setup import setup_of
 
@@ -38,11 +38,12 @@ def named_runs(path: Path = NAMED) -> Iterator[Named]:
     for run in read_runs(path).runs:
         setup = setup_of(run)
         captured = captured_shape(setup.shape)
-        free = replace(setup, options=replace(setup.options, pins={}))
+        options = replace(setup.options, pins={})
+        free = replace(setup, options=options, has_even_stages=False)
         published = fitting(captured, setup)
         yield Named(
             run,
-            step_s_of(published, setup.traits),
+            in_framework_s(published, captured, setup),
             peak_of(published, setup.traits),
             setup.cluster.memory_bytes,
             published,

@@ -17,6 +17,9 @@ from pydantic import TypeAdapter, ValidationError
 DEFAULT = Path(__file__).parent / "runs.json"
 """The runs that come with the project."""
 
+WITH_MEMORY = Path(__file__).parent / "memory.json"
+"""Runs whose peak memory was published, but no step time worth a comparison."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -61,6 +64,8 @@ class Run:
     peak_mem_gib: float | None = None
     mem_kind: str | None = None
     """allocated, reserved, or as text."""
+    attention: str = ""
+    """"unfused" or "fused" where the run says so; else what its framework did."""
     framework: str = ""
     """Of the publication, with its version or year."""
     calc_model_tflops_per_gpu: float | None = None

@@ -87,6 +87,8 @@ class Setup:
     options: CompileOptions
     traits: Traits = Traits()
     """Of the run's framework."""
+    has_even_stages: bool = True
+    """Whether a pipeline is cut as frameworks do, and not as the search would."""
 
 
 def setup_of(run: Run) -> Setup:

@@ -119,6 +119,8 @@ class Work:
     backward_bytes: float
     scores: Scores | None = None
     """Of attention, whose kernels have a rate of their own."""
+    inner_bytes: tuple[float, float] = (0.0, 0.0)
+    """Of these bytes those of what the op makes inside: divided as its flops are."""
 
 
 def op_name(target: str) -> str:
@@ -352,16 +354,14 @@ def _linear_cross_entropy(graph: OpGraph, op: Op) -> Work:
     """The product, and the passes over its result, which is made again in backward."""
     x, matrix = _operands(graph, op)[:2]
     num_logits = x.shape[0] * matrix.shape[0]
-    flops = 2 * num_logits * x.shape[1]
-    narrow = num_logits * ITEM_BYTES[x.dtype]
-    wide = max(4 * num_logits, narrow)
-    cast = narrow + wide if wide > narrow else 0
+    flops, narrow = 2 * num_logits * x.shape[1], num_logits * ITEM_BYTES[x.dtype]
+    cast = (narrow + (wide := max(4 * num_logits, narrow))) * (wide > narrow)
     forward, backward = _traffic(graph, op)
-    forward += narrow + cast + 6 * wide
+    passes = narrow + cast + 6 * wide
     gradients = x.requires_grad + matrix.requires_grad
-    backward += narrow + 2 * cast + 6 * wide + gradients * narrow
-    back = (flops * (1 + gradients), backward) if gradients else (0, 0)
-    return Work(flops, forward, *back)
+    again = (2 * cast + 6 * wide + (1 + gradients) * narrow) * bool(gradients)
+    back = (flops * (1 + gradients), backward + again) if gradients else (0, 0)
+    return Work(flops, forward + passes, *back, inner_bytes=(passes, again))
 
 
 def _gated_product(graph: OpGraph, op: Op) -> Work:

@@ -150,13 +150,19 @@ class CostModel:
     def op_s(
         self, work: Work, dtype: str, work_shards: float = 1.0, share: float = 1.0
     ) -> tuple[float, float]:
-        """Seconds of an op's kernels, forward and backward: its flops split in `work_shards`, of
-        its bytes a share."""
+        """Seconds of an op's kernels, forward and backward: its flops and what it makes inside
+        split in `work_shards`, of its other bytes a share."""
         if work.scores is not None:
             return self._attention_s(work, work.scores, dtype, work_shards, share)
+        forward, backward = (
+            (num_bytes - inner) * share + inner / work_shards
+            for num_bytes, inner in zip(
+                (work.num_bytes, work.backward_bytes), work.inner_bytes, strict=True
+            )
+        )
         return (
-            self.compute_s(work.flops / work_shards, work.num_bytes * share, dtype),
-            self.compute_s(work.backward_flops / work_shards, work.backward_bytes * share, dtype),
+            self.compute_s(work.flops / work_shards, forward, dtype),
+            self.compute_s(work.backward_flops / work_shards, backward, dtype),
         )
 
     def _attention_s(

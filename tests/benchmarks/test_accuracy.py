@@ -11,8 +11,9 @@ from click.testing import CliRunner
 from published import predict
 from published.bands import bands_json, kind_of
 from published.folds import folds
+from published.frameworks import without_gradients
 from published.predict import Prediction, predicted
-from published.runs import DEFAULT, Run, read_runs
+from published.runs import DEFAULT, WITH_MEMORY, Run, read_runs
 from published.score import Scored, Summary, ideal_s, regrets, yardstick
 from published.setup import NotExpressible, setup_of
 
@@ -31,6 +32,48 @@ def test_all_runs_that_come_along_are_complete() -> None:
     assert not found.incomplete
     assert len(found.runs) == len(RUNS) == 537
     assert all(run.is_dense_step for run in found.runs)
+
+
+def test_runs_with_memory_are_complete() -> None:
+    found = read_runs(WITH_MEMORY)
+    assert not found.incomplete
+    assert all(run.peak_mem_gib and run.attention in ("fused", "unfused") for run in found.runs)
+
+
+def test_memory_is_a_row_a_source(tmp_path: Path) -> None:
+    """Of 2 GiB and 4 GiB, 3 GiB are predicted each: 50 % too much and 25 % too little. A run that
+    cannot be asked for is counted."""
+    row = json.loads(WITH_MEMORY.read_text())["rows"][0]
+    rows = [row | {"id": f"of {gib}", "peak_mem_gib": gib} for gib in (2.0, 4.0, 8.0)]
+    runs, kept = tmp_path / "runs.json", tmp_path / "kept.json"
+    runs.write_text(json.dumps({"rows": rows}))
+    known = {r["id"]: {"step_s": 1.0, "allocated_bytes": 3 * 2.0**30} for r in rows[:2]}
+    known[rows[2]["id"]] = {"reason": "precision int8"}
+    none = {r.id: {"reason": "left out"} for r in read_runs(WITH_MEMORY).runs}
+    kept.write_text(json.dumps(known | none))
+    arguments = [str(runs), "--memory", "--save", str(kept), "--rows"]
+    output = CliRunner().invoke(accuracy.main, arguments, catch_exceptions=False).output
+    of_source = next(line for line in output.splitlines() if line.startswith(row["dataset"]))
+    assert of_source.split()[1:] == ["2", "37.5%", "+12.5%", "+50.0%"]
+    assert "not predicted:    1  precision int8" in output
+
+
+def test_what_frameworks_of_a_time_do() -> None:
+    """The last stage of DeepSpeed's pipelines recomputes nothing; hosts of A100s are slower, a
+    quarter as slow without gradients; attention is what a run says it was."""
+    setup = setup_of(SMALL)
+    device = setup.cluster.groups[0].device
+    assert setup.traits.keeps_last_stage and not device.fused_attention
+    assert not setup_of(RUNS["tt-8b-8-compile"]).traits.keeps_last_stage
+    assert (device.host_op_s, later_host_op_s()) == (46e-6, 34e-6)
+    issued = without_gradients(setup.cluster).groups[0].device
+    assert issued.host_op_s == pytest.approx(46e-6 / 4)
+    fused = setup_of(replace(SMALL, attention="fused")).cluster.groups[0].device
+    assert fused.fused_attention
+
+
+def later_host_op_s() -> float:
+    return setup_of(RUNS["tt-8b-8-compile"]).cluster.groups[0].device.host_op_s
 
 
 def test_degrees_become_pins() -> None:

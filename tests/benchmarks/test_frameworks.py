@@ -5,10 +5,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from published.even_stages import even_boundaries
 from published.frameworks import Traits, traits_of
+from published.memory import measured_bytes
 from published.named import NAMED, Named, label, named_table, spent
-from published.predict import captured_shape, peak_of, step_s_of
-from published.runs import DEFAULT, read_runs
+from published.predict import captured_shape, peak_of, saved_s, step_s_of
+from published.runs import DEFAULT, WITH_MEMORY, read_runs
 from published.setup import Shape, setup_of
 
 from meshfold.cost_models.hardware.devices import cluster
@@ -17,6 +19,10 @@ from meshfold.cost_models.op_costs.compute import op_name
 
 OF_NEMO = next(run for run in read_runs(DEFAULT).runs if run.dataset == "dgxc_h100")
 """15B on tp2 with sequence parallelism: 32 layers of 6144, 2 samples of 4096 a microbatch."""
+
+
+OF_GPT = read_runs(WITH_MEMORY).runs[0]
+"""A small GPT of unfused attention: 12 layers of 512, 8 heads, sequences of 1024."""
 
 
 def plan_of(**fields: Any) -> Any:
@@ -83,6 +89,67 @@ def test_seconds_in_a_framework() -> None:
     assert adding == pytest.approx(10 - 10 * 4e9 / (3.35e12 * 0.91), rel=2e-3)
     of_one = plan_of(strategy=SimpleNamespace(microbatches=1, label=""))
     assert step_s_of(of_one, Traits(adds_in_products=True)) == 10.0
+
+
+def test_stages_have_like_numbers_of_layers() -> None:
+    """12 layers between an embedding and a head, in 4 stages; 126 and those two, in 16."""
+
+    def of(repeated: int, num_stages: int) -> tuple[int, ...] | None:
+        runs = [SimpleNamespace(count=count) for count in (1, repeated, 1)]
+        problem: Any = SimpleNamespace(runs=runs, num_layers=repeated + 2)
+        schedule: Any = SimpleNamespace(num_stages=num_stages)
+        return even_boundaries(problem, schedule)
+
+    assert of(12, 4) == (0, 4, 7, 10, 14)
+    assert of(126, 16) == (*range(0, 128, 8), 128)
+    assert of(12, 1) == (0, 14)
+    assert of(12, 5) is None
+
+
+def test_a_last_stage_that_recomputes_nothing_shortens_what_waits_for_it() -> None:
+    """1 s less for each of 4 microbatches of the slower stage; of a faster one the first alone is
+    waited for. Without a schedule there is one microbatch. Forwards likewise."""
+
+    def stages(*times: tuple[float, float]) -> tuple[Any, ...]:
+        costs = (SimpleNamespace(forward_s=f, backward_s=b) for f, b in times)
+        return tuple(SimpleNamespace(costs=c) for c in costs)
+
+    slow = plan_of(schedule="1f1b(2 x 4)", stages=stages((1, 2), (2, 5)))
+    assert saved_s(slow, [0, 0], 1.0) == pytest.approx(4.0)
+    fast = plan_of(schedule="1f1b(2 x 4)", stages=stages((2, 4), (1, 2)))
+    assert saved_s(fast, [0, 0], 1.0) == pytest.approx(1.0)
+    assert saved_s(fast, [0.5, 0], 0.0) == pytest.approx(3 * 0.5)  # one is in the wait
+    whole = plan_of(schedule="", stages=stages((2, 4)))
+    assert saved_s(whole, [0.5], 1.0) == 1.5
+
+
+def test_memory_of_megatron_by_hand() -> None:
+    """The last of 4 devices with 3 virtual stages of a layer each: 9 forwards in flight. A layer
+    keeps 3 GB, 5 bytes of its scores and 2 of masks; the head keeps 1 GB and 4 bytes a logit."""
+    run = replace(OF_GPT, pp=4, vpp=3, dp=2, zero_stage=0, micro_batch_size=4, global_batch_size=32)
+    table = SimpleNamespace(shape=(run.vocab_size, 512), used=())
+    weight = SimpleNamespace(shape=(512, 512), used=())
+
+    def region(name: str, num_instances: int, saved_bytes: float, *parameters: Any) -> Any:
+        return SimpleNamespace(
+            name=name, num_instances=num_instances, saved_bytes=saved_bytes, parameters=parameters
+        )
+
+    def stage(*runs: tuple[str, int]) -> Any:
+        return SimpleNamespace(runs=[SimpleNamespace(region=r, count=n) for r, n in runs])
+
+    plan: Any = SimpleNamespace(
+        regions=(region("B", 12, 3e9, weight), region("C", 1, 1e9, table, table)),
+        stages=(*[stage(("B", 1))] * 11, stage(("B", 1), ("C", 1))),
+        mesh=SimpleNamespace(sizes=()),
+    )
+    layer = 3e9 + 5 * 4 * 8 * 1024**2 + 2 * 4 * 1024 * 512
+    states = 18 * (3 * 512**2 + run.vocab_size * 512)
+    head = 1e9 + 4 * 4 * 1024 * run.vocab_size
+    assert measured_bytes(plan, run) == pytest.approx(9 * layer + states + head + 75e6)
+    sharded = replace(run, zero_stage=1)
+    less = measured_bytes(plan, run) - measured_bytes(plan, sharded)
+    assert less == pytest.approx(states * (1 - (6 + 12 / 2) / 18))
 
 
 def test_fused_kernels_are_one_op() -> None:

@@ -291,6 +291,7 @@ def test_a_loss_that_makes_its_logits_multiplies_once_more() -> None:
     assert got.num_bytes == 4 * (6 * 8 + 10 * 8) + 8 * 6 + 4 + 7 * logits
     # Operands, their gradients and that of the loss; logits again, and one pass for each gradient.
     assert got.backward_bytes == 2 * 4 * (6 * 8 + 10 * 8) + 8 * 6 + 4 + 9 * logits
+    assert got.inner_bytes == (7 * logits, 9 * logits)
     frozen = value(10, 8, grad=False)
     got = work("meshfold.linear_cross_entropy.default", [x, frozen, labels], [value()])
     assert got.backward_flops == 2 * flops

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.cost_models.op_costs.compute import Work
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.errors import ClusterSpecError
 from meshfold.ir.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
@@ -27,6 +28,16 @@ def test_a_kernel_is_its_launch_its_flops_and_its_bytes() -> None:
     assert costs.compute_s(100, 0, "bfloat16") == pytest.approx(2 + 100 / 20)
     assert costs.compute_s(100, 4000, "float32") == pytest.approx(2 + 20 + 100)
     assert costs.compute_s(0, 0, "float32") == 0
+
+
+def test_what_an_op_makes_inside_is_divided_as_its_flops() -> None:
+    """4000 bytes forward of which 3200 are made inside, on 8 shards of the work and a half of the
+    operands: 800 / 2 + 3200 / 8; backward 8000 and 7200."""
+    costs = CostModel(MIXED, Mesh(()))
+    made = Work(0.0, 4000, 0.0, 8000, inner_bytes=(3200, 7200))
+    assert costs.op_s(made, "float32", 8, 0.5) == pytest.approx((2 + 800 / 40, 2 + 1300 / 40))
+    whole = costs.op_s(made, "float32")
+    assert whole == costs.op_s(Work(0.0, 4000, 0.0, 8000), "float32")
 
 
 def test_a_dtype_without_a_peak_runs_at_the_float32_rate() -> None:
