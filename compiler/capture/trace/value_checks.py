@@ -350,7 +350,7 @@ class Answering(TorchFunctionMode):
             func, args, kwargs = self.known.arguments(func, args, kwargs)
             if (rows := self.empty_rows.mask(func, args, kwargs)) is not None:
                 return self._full_mask(rows)
-        answer = self.selections.answer(func, args)
+        answer = self.selections.answer(func, args, kwargs)
         if answer is NotImplemented:
             answer = ctc_loss(func, args, kwargs)
         if answer is NotImplemented:
