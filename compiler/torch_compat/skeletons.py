@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshfold.torch_compat.closures import rebind_closures
+
 
 def copy_with(model: nn.Module, new_tensor: Callable[[Tensor], Tensor]) -> nn.Module:
     """A copy with `new_tensor(tensor)` for each parameter and buffer, in the model's mode.
@@ -19,7 +21,9 @@ def copy_with(model: nn.Module, new_tensor: Callable[[Tensor], Tensor]) -> nn.Mo
     weight_norm makes anew before every forward)."""
     tensors = (*model.parameters(), *model.buffers(), *_computed(model))
     memo: dict[int, Any] = {id(tensor): new_tensor(tensor) for tensor in tensors}
-    return copy.deepcopy(model, memo)
+    copied = copy.deepcopy(model, memo)
+    rebind_closures(copied, memo)
+    return copied
 
 
 def _computed(model: nn.Module) -> Iterator[Tensor]:
