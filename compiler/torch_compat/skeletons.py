@@ -27,11 +27,15 @@ def copy_with(model: nn.Module, new_tensor: Callable[[Tensor], Tensor]) -> nn.Mo
 
 
 def _computed(model: nn.Module) -> Iterator[Tensor]:
-    """Attributes of modules that are tensors with a history."""
-    for module in model.modules():
-        for value in vars(module).values():
-            if isinstance(value, Tensor) and not value.is_leaf:
-                yield value
+    """Tensors with a history that modules keep, as attributes or in dicts and lists (features that
+    a hook put there)."""
+    kept: list[Any] = [value for module in model.modules() for value in vars(module).values()]
+    for value in kept:
+        if isinstance(value, Tensor) and not value.is_leaf:
+            yield value
+        elif isinstance(value, (dict, list)):
+            contents = value.values() if isinstance(value, dict) else value
+            yield from (x for x in contents if isinstance(x, Tensor) and not x.is_leaf)
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
