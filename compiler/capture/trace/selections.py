@@ -1,7 +1,7 @@
 """What masks select of tensors, in ops of fixed shape; and CTC losses, which take such targets.
 
 logits[mask], x.masked_select(mask)     all rows, and which of them count
-                                        (meshfold.capture.masked_rows)
+logits[mask.nonzero()]                  (meshfold.capture.masked_rows)
 hidden[mask] = hidden[mask] + rows      of hidden [n, s, d] and a mask [n, s]: rows go where the
                                         mask is, in order (Qwen3-VL's deepstack)
 hidden[mask].view(n, -1, d)[:, -1]      of hidden [n, s, d]: the last place of each row that the
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from meshfold.capture.masked_rows.equal_masks import EqualMasks
+from meshfold.capture.masked_rows.places import places_of, taken_by
 from meshfold.capture.masked_rows.rows import Mask, MaskedRows, is_mask_of, rows_of
 from meshfold.capture.masked_rows.stand_in import Selected
 from meshfold.errors import CaptureError
@@ -85,12 +86,16 @@ class _OfEachRow(Selected):
 
 class Selections:
     """What masks select in one call of a model. number: makes a number of a tensor, of which
-    assertions can ask; refused: the error for a function whose result has no fixed shape."""
+    assertions can ask; assume: keeps a check, which every step runs; refused: the error for a
+    function whose result has no fixed shape."""
 
     def __init__(
-        self, number: Callable[[Tensor], Any], refused: Callable[[Any], CaptureError]
+        self,
+        number: Callable[[Tensor], Any],
+        assume: Callable[[Tensor, str], None],
+        refused: Callable[[Any], CaptureError],
     ) -> None:
-        self.number, self.refused = number, refused
+        self.number, self.assume, self.refused = number, assume, refused
         self.masks = EqualMasks()
         self.num_filled = 0
         """Selections of floats so far, each of which replaces values by others."""
@@ -117,6 +122,8 @@ class Selections:
         if any(isinstance(a, MaskedRows) for a in (*args, *kwargs.values())):
             # Here: another mode would see the body of a function of torch.nn.functional instead.
             return MaskedRows.__torch_function__(func, (), args, kwargs)
+        if (places := taken_by(func, args, kwargs)) is not None:
+            return self._rows(func, args[0], places.chosen())
         if func in (torch.unique_consecutive, torch.Tensor.unique_consecutive):
             masks = [mask for counts, mask in self.counts if counts is args[0]]
             self.even += masks
@@ -129,7 +136,7 @@ class Selections:
                 return self._rows(func, hidden, mask)
         if func in _SELECTS and len(args) == 2 and args[0].shape == args[1].shape:
             return self._rows(func, *args)
-        return NotImplemented
+        return places_of(func, args, kwargs, self.assume, self.refused)
 
     def _rows(self, func: Any, hidden: Tensor, mask: Tensor) -> MaskedRows:
         """hidden[mask]."""
