@@ -38,6 +38,9 @@ their result has more."""
 OF_LAST_DIMS = frozenset(("linear", "matmul", "layer_norm", "rms_norm", "embedding", "one_hot"))
 """Functions of the last dims of their first operand; other operands are the same for all rows."""
 
+INDEXED = frozenset(("gather", "embedding", "one_hot"))
+"""Functions that take whole numbers as places, which must exist for every row."""
+
 LOSSES = frozenset(
     (
         *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "soft_margin_loss"),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from meshfold.capture.masked_rows.functions import name_of
-from meshfold.capture.masked_rows.stand_in import Selected
+from meshfold.capture.masked_rows.stand_in import Count, Selected
 from meshfold.errors import CaptureError
 
 _STAY = frozenset(("expand", "expand_as", "view", "reshape", "flatten", "squeeze", "unsqueeze"))
@@ -34,53 +34,25 @@ class Places(Selected):
             raise self.refused
         return self.mask
 
-    def size(self, dim: int) -> "_Count":
+    def _is_any(self) -> None:
+        self.assume(self.chosen().any(), "a mask has a row")
+
+    def size(self, dim: int) -> Count:
         if dim != 0:
             raise self.refused
-        return _Count(self)
+        return Count(self.refused, self._is_any)
 
     @property
-    def shape(self) -> tuple["_Count"]:
-        return (_Count(self),)
+    def shape(self) -> tuple[Count]:
+        return (Count(self.refused, self._is_any),)
 
-    def numel(self) -> "_Count":
-        return _Count(self)
+    def numel(self) -> Count:
+        return Count(self.refused, self._is_any)
 
     def __getattr__(self, name: str) -> Any:
         if name not in _STAY:
             raise self.refused if hasattr(Tensor, name) else AttributeError(name)
         return lambda *args, **kwargs: self
-
-
-class _Count(Selected):
-    """How many places there are; asked whether there are any, there are, which is checked."""
-
-    def __init__(self, places: Places) -> None:
-        super().__init__(places.refused)
-        self.places = places
-
-    def _is_any(self, other: Any, least: int) -> bool:
-        if type(other) is not int or other != least:
-            raise self.refused
-        self.places.assume(self.places.chosen().any(), "a mask has a row")
-        return True
-
-    def __gt__(self, other: Any) -> bool:
-        return self._is_any(other, 0)
-
-    def __ge__(self, other: Any) -> bool:
-        return self._is_any(other, 1)
-
-    def __ne__(self, other: object) -> bool:
-        return self._is_any(other, 0)
-
-    def __eq__(self, other: object) -> bool:
-        return not self._is_any(other, 0)
-
-    def __bool__(self) -> bool:
-        return self._is_any(0, 0)
-
-    __hash__ = object.__hash__
 
 
 def places_of(

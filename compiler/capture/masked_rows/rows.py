@@ -23,22 +23,23 @@ from meshfold.capture.masked_rows.functions import (
     ALONG_DIMS,
     CLASS_LOSSES,
     ELEMENTWISE,
+    INDEXED,
     LOSSES,
     OF_LAST_DIMS,
     name_of,
 )
-from meshfold.capture.masked_rows.stand_in import Selected
+from meshfold.capture.masked_rows.stand_in import Count, Selected
 from meshfold.errors import CaptureError
 
 
 @dataclass(frozen=True)
 class Mask:
-    """A mask of rows. version: of its memory when rows were taken; number: stands for a number
-    that a tensor holds; is_same: whether another tensor is equal for every batch."""
+    """A mask of rows. version: of its memory when rows were taken; assume: keeps a check, which
+    every step runs; is_same: whether another tensor is equal for every batch."""
 
     tensor: Tensor
     version: int
-    number: Callable[[Tensor], Any]
+    assume: Callable[[Tensor, str], None]
     is_same: Callable[[Tensor, Tensor], bool]
 
 
@@ -72,8 +73,11 @@ class MaskedRows(Selected):
         return 1 + len(self.row)
 
     @property
-    def count(self) -> Any:
-        return self.mask.number(self.chosen().sum())
+    def count(self) -> Count:
+        def is_any() -> None:
+            self.mask.assume(self.chosen().any(), "a mask has a row")
+
+        return Count(self.refused, is_any)
 
     @property
     def shape(self) -> tuple[Any, ...]:
@@ -159,7 +163,7 @@ class MaskedRows(Selected):
         if name in LOSSES:
             return self._loss(func, args, kwargs)
         if name == "getitem":
-            return self._indexed(args[1])
+            return self.indexed(args[1]) if args[0] is self else self._of_table(*args)
         if name in ("max", "min", "amax", "amin") and len(args) == 1 and not kwargs:
             return self._extreme(name)
         if name in ("sum", "mean") and self._is_over_rows(args, kwargs):
@@ -181,9 +185,10 @@ class MaskedRows(Selected):
             raise self.refused
         elif name in ("linear", "layer_norm", "rms_norm") and not self.row:
             raise self.refused
+        values = self._indices_of if name in INDEXED else self._values_of
         made = func(
-            *map(self._values_of, args),
-            **{key: self._values_of(argument) for key, argument in kwargs.items()},
+            *map(values, args),
+            **{key: values(argument) for key, argument in kwargs.items()},
         )
         if not isinstance(made, Tensor):
             raise self.refused
@@ -210,6 +215,13 @@ class MaskedRows(Selected):
             raise argument.refused
         return argument.values
 
+    def _indices_of(self, argument: Any) -> Any:
+        """The same, with 0 for places of rows that do not count."""
+        values = self._values_of(argument)
+        if isinstance(argument, MaskedRows) and not values.is_floating_point():
+            return argument.kept(0)
+        return values
+
     def _dim(self, dim: Any, num_new: int = 0) -> int:
         """A dim of a row as one of values. Raises CaptureError for the dim of all rows. num_new:
         dims that the result has more."""
@@ -234,7 +246,13 @@ class MaskedRows(Selected):
             return [*args[:place], found, *args[place + 1 :]], kwargs
         return args, {**kwargs, "dim": found}
 
-    def _indexed(self, index: Any) -> "MaskedRows":
+    def _of_table(self, table: Tensor, index: Any) -> "MaskedRows":
+        """table[rows] of rows of one whole number each."""
+        if index is not self or self.row or self.dtype not in (torch.int64, torch.int32):
+            raise self.refused
+        return self.like(table[self.kept(0)])
+
+    def indexed(self, index: Any) -> "MaskedRows":
         """rows[:, i], rows[..., i], rows[:, None]."""
         parts = index if isinstance(index, tuple) else (index,)
         plain = all(p is None or p is ... or type(p) in (int, slice) for p in parts)
@@ -250,7 +268,8 @@ class MaskedRows(Selected):
         """rows.view(-1, *row): rows stay, or become rows of one element each."""
         if len(shape) == 1 and isinstance(shape[0], (tuple, list, torch.Size)):
             shape = tuple(shape[0])
-        if (name == "flatten" and not shape) or tuple(shape) == (-1,):
+        is_whole = len(shape) == 1 and type(shape[0]) is int and shape[0] == -1
+        if is_whole or (name == "flatten" and not shape):
             lead = (*self.mask.tensor.shape, *(1,) * len(self.row))
             places = self.chosen().reshape(lead).expand_as(self.values)
             mask = replace(self.mask, tensor=places, version=places._version)
@@ -258,8 +277,12 @@ class MaskedRows(Selected):
                 return MaskedRows(self.values, mask, self.refused)
             return self
         row = tuple(shape[1:])
-        is_plain = all(type(size) is int and size > 0 for size in row)
-        if name == "flatten" or not is_plain or shape[0] != -1:
+        if isinstance(shape[0], Count):
+            size = math.prod(self.row) // max(abs(math.prod(row)), 1)
+            row = tuple(size if n == -1 else n for n in row)
+        elif type(shape[0]) is not int or shape[0] != -1:
+            raise self.refused
+        if name == "flatten" or not all(type(size) is int and size > 0 for size in row):
             raise self.refused
         if math.prod(row) != math.prod(self.row):
             raise self.refused
@@ -273,7 +296,7 @@ class MaskedRows(Selected):
 
     def _size(self, name: str, dim: Any = None) -> Any:
         if name != "size":
-            return self.mask.number(self.chosen().sum() * math.prod(self.row))
+            return self.count
         if dim is None:
             return self.shape
         return self.count if dim in (0, -self.ndim) else self.values.shape[self._dim(dim)]

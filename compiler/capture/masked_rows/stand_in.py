@@ -1,6 +1,6 @@
 """What stands for a tensor whose shape depends on values, while a model is traced."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -18,6 +18,7 @@ class Selected:
 
     __getattr__ = __len__ = __getitem__ = __iter__ = __bool__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
+    __floordiv__ = __mod__ = __abs__ = _refuse
     __lt__ = __le__ = __gt__ = __ge__ = __neg__ = _refuse
 
     @classmethod
@@ -28,3 +29,35 @@ class Selected:
         lists = [a for a in given if isinstance(a, (tuple, list))]
         found = [a for a in (*given, *chain(*lists)) if isinstance(a, Selected)]
         raise found[0].refused if found else TypeError(f"{func} of what a mask selects")
+
+
+class Count(Selected):
+    """How many rows there are. Asked whether there are any, there are: assume keeps a check of
+    that, which every step runs."""
+
+    def __init__(self, refused: CaptureError, assume: Callable[[], None]) -> None:
+        super().__init__(refused)
+        self.assume = assume
+
+    def _is_any(self, other: Any, least: int) -> bool:
+        if type(other) is not int or other != least:
+            raise self.refused
+        self.assume()
+        return True
+
+    def __gt__(self, other: Any) -> bool:
+        return self._is_any(other, 0)
+
+    def __ge__(self, other: Any) -> bool:
+        return self._is_any(other, 1)
+
+    def __ne__(self, other: object) -> bool:
+        return self._is_any(other, 0)
+
+    def __eq__(self, other: object) -> bool:
+        return not self._is_any(other, 0)
+
+    def __bool__(self) -> bool:
+        return self._is_any(0, 0)
+
+    __hash__ = object.__hash__

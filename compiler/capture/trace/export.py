@@ -240,8 +240,8 @@ def export_fake(
     report, drops = traced.report, watch.drops
     if drops.num_branches != drops.num_chosen and not skips:
         raise refused_branch("Tensor.__bool__", drops.source)
-    calls, notes = tuple(fake.functions.calls), watch.checks.notes()
-    return Exported(program, report.chosen, report.changed, drops, calls, notes)
+    found = tuple(fake.functions.calls), (*watch.checks.notes(), *watch.selections.notes())
+    return Exported(program, report.chosen, report.changed, drops, *found)
 
 
 def _decomposed(program: ExportedProgram) -> ExportedProgram:

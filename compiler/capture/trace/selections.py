@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from meshfold.capture.masked_rows.equal_masks import EqualMasks
-from meshfold.capture.masked_rows.places import places_of, taken_by
+from meshfold.capture.masked_rows.places import Places, places_of, taken_by
 from meshfold.capture.masked_rows.rows import Mask, MaskedRows, is_mask_of, rows_of
 from meshfold.capture.masked_rows.stand_in import Selected
 from meshfold.errors import CaptureError
@@ -97,12 +97,19 @@ class Selections:
     ) -> None:
         self.number, self.assume, self.refused = number, assume, refused
         self.masks = EqualMasks()
+        self.sources: list[str] = []
+        """Lines that select rows."""
         self.num_filled = 0
         """Selections of floats so far, each of which replaces values by others."""
         self.counts: list[tuple[Tensor, Tensor]] = []
         """Sums of masks over their rows, and the masks."""
         self.even: list[Tensor] = []
         """Masks that are checked to have equally many places in each row."""
+
+    def notes(self) -> tuple[str, ...]:
+        """What the plan says of rows that are computed though no mask has them."""
+        lines = dict.fromkeys(self.sources)
+        return tuple(f"all rows are computed where a mask selects some ({line})" for line in lines)
 
     def see(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Note the counts of a mask, and how masks are made."""
@@ -134,6 +141,8 @@ class Selections:
                 return _Rows(hidden, mask, self.number, self.refused(func))
             if is_mask_of(mask, hidden):
                 return self._rows(func, hidden, mask)
+            if isinstance(mask, tuple) and mask and is_mask_of(mask[0], hidden):
+                return self._rows(func, hidden, mask[0]).indexed((slice(None), *mask[1:]))
         if func in _SELECTS and len(args) == 2 and args[0].shape == args[1].shape:
             return self._rows(func, *args)
         return places_of(func, args, kwargs, self.assume, self.refused)
@@ -143,12 +152,14 @@ class Selections:
         refused = self.refused(func)
         if hidden.is_complex():
             raise refused
+        self.sources.append(refused.source)
         self.num_filled += hidden.is_floating_point()
-        known = Mask(mask, mask._version, self.number, self.masks.are_equal)
+        known = Mask(mask, mask._version, self.assume, self.masks.are_equal)
         return rows_of(hidden, known, self.num_filled, refused)
 
     def _write(self, hidden: Tensor, mask: Any, rows: MaskedRows) -> None:
         """hidden[mask] = rows."""
+        mask = mask.chosen() if isinstance(mask, Places) else mask
         if not is_mask_of(mask, hidden) or not self.masks.are_equal(mask, rows.chosen()):
             raise rows.refused
         if hidden.shape != rows.values.shape:

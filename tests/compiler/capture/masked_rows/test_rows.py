@@ -90,9 +90,29 @@ def chosen_values(model: Model, hidden: Tensor, labels: Tensor, _: Tensor) -> Te
     return values.exp().mean() + values.max() - values[:, None].mean()
 
 
+def experts_by_masks(model: Model, hidden: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    hidden, ids = hidden.flatten(0, 1), labels.flatten() % 2
+    weights = model.head(hidden).softmax(-1)
+    out = torch.zeros_like(hidden)
+    for e, expert in enumerate((model.first, model.norm)):
+        (rows,) = (ids == e).nonzero(as_tuple=True)
+        out[rows] += weights[ids == e, e].unsqueeze(-1) * expert(hidden[rows])
+    return out.square().mean()
+
+
+def of_tables(model: Model, hidden: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    before = labels[labels > 0] - 1
+    rows = model.head(hidden)[labels > 0]
+    if rows.shape[0] == 0 or before.numel() == 0:
+        return hidden.sum()
+    losses = F.nll_loss(rows.log_softmax(-1), before, reduction="none")
+    picked = rows.view(rows.size(0), -1).gather(1, before[:, None])
+    return (losses * model.head.bias[before]).mean() + picked.mean()
+
+
 LOSSES: list[Loss] = [
     *(classes, classes_of_masks_made_twice, classes_in_a_row, missing, distances, normalised),
-    *(written_back, chosen_values),
+    *(written_back, chosen_values, experts_by_masks, of_tables),
 ]
 
 
@@ -102,6 +122,7 @@ def test_rows_of_a_mask_are_those_of_one_process(loss: Loss) -> None:
     model, batch = Model(loss).double(), batch_of()
     with float64_everywhere():
         captured = capture(model, batch)
+    assert any("all rows are computed where a mask" in note for note in captured.graph.notes)
     for strategy in (UniformStrategy(dp=2, zero=3), UniformStrategy(dp=2, tp=2)):
         program = emit_uniform(captured, strategy, BATCH)
         for errors in errors_of_a_step(model, batch, captured, program):
