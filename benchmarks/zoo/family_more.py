@@ -32,8 +32,9 @@ _ENCODERS = (
 _CLASSIFIERS = (
     *("Bert", "Roberta", "DistilBert", "Albert", "Electra", "DebertaV2", "MPNet", "FNet"),
     *("ModernBert", "XLNet", "GPT2", "Llama", "Qwen2", "Gemma", "OPT", "Bloom", "GPTNeoX"),
-    *("Mistral", "Phi3"),
+    *("Mistral", "Phi3", "Deberta", "SqueezeBert", "Olmo2", "StableLm"),
 )
+_ANSWERING = ("Bert", "Roberta", "Electra", "Albert", "Bart", "DistilBert", "SqueezeBert", "MPNet")
 _STAGES = {"hidden_sizes": [16, 32], "depths": [1, 1]}
 _PYRAMID = {
     **_STAGES,
@@ -52,7 +53,7 @@ FAMILIES: tuple[Family, ...] = (
     *_all("", "ForMaskedLM", _ENCODERS),
     *_all("_classes", "ForSequenceClassification", _CLASSIFIERS),
     *_all("_tags", "ForTokenClassification", ("Bert", "Electra", "XLNet", "GPT2", "Llama")),
-    *_all("_spans", "ForQuestionAnswering", ("Bert", "Roberta", "Electra", "Albert", "Bart")),
+    *_all("_spans", "ForQuestionAnswering", _ANSWERING),
     *_all("_choices", "ForMultipleChoice", ("Bert", "Electra", "XLNet")),
     *_all(
         "",

@@ -10,6 +10,7 @@ Forward only; no weights are needed or allocated, so the model may be on the met
 layer of the compiler that runs the user's code, and the last.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,7 +22,7 @@ from meshfold.capture.custom_ops.annotate import with_custom_ops
 from meshfold.capture.dedup.expand import expand_calls
 from meshfold.capture.dedup.modules import Child, find_children, wrapped
 from meshfold.capture.dedup.tracer import CallPlan, CallTracer, plan_calls, strip
-from meshfold.capture.known_values.fixed_inputs import fixed_note
+from meshfold.capture.known_values.fixed_inputs import fixed_note, graph_structure
 from meshfold.capture.known_values.known_tensors import KnownTensors
 from meshfold.capture.known_values.refusals import refused_branch
 from meshfold.capture.rewrites.causal_masks import plain_masks
@@ -62,7 +63,7 @@ from meshfold.capture.trace.raw_program import RawProgram, number
 from meshfold.capture.trace.returned import NOTHING
 from meshfold.capture.trace.snapshots import Snapshot, shared_state
 from meshfold.capture.trace.structures import Node
-from meshfold.errors import CaptureError
+from meshfold.errors import CaptureError, OptionError
 from meshfold.gc_pause import collector_paused
 from meshfold.ir.custom_ops import CustomRule
 from meshfold.ir.op_graph import FoldedGraph
@@ -71,6 +72,7 @@ from meshfold.ir.returns import LOSS_ALONE, Returns
 from meshfold.passes.fold.assemble import fingerprint
 from meshfold.passes.fold.find_regions import fold
 from meshfold.torch_compat.flex_attention import dense_flex_attention
+from meshfold.torch_compat.quiet_logs import quiet_logs
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,8 @@ def capture(
     (meshfold.capture.trace.loss_function). rules: of custom ops that the model calls.
     value_checks: whether its assertions on values are left out or run; to be run, every layer is
     traced, as they are with fixed_inputs: names of integer inputs whose values are those of the
-    example in every batch (meshfold.capture.known_values.fixed_inputs has those that always are).
+    example in every batch (meshfold.capture.known_values.fixed_inputs has those that always are,
+    and those of graphs).
     The model is used as it is: train or eval mode, dtype, ties. It is not changed.
 
     Raises CaptureError, naming op and source line, if the model cannot be captured, and
@@ -140,8 +143,13 @@ def capture(
     wanted = Wanted(returns, loss_fn, precision, tuple(rules), runs_checks, names)
     shared = Snapshot(shared_state(model), context=True)
     try:
-        with collector_paused(), plain_checkpoints() as checkpoints, dense_flex_attention():
-            captured = _capture(model, example_inputs, full_capture, wanted)
+        with (
+            collector_paused(),
+            quiet_logs(),
+            plain_checkpoints() as checkpoints,
+            dense_flex_attention(),
+        ):
+            captured = _capture_graph_too(model, example_inputs, full_capture, wanted)
         return _with_checkpoints(captured, checkpoints)
     finally:
         # What forward keeps there are fake tensors and hooks of the fake copy.
@@ -154,6 +162,22 @@ def _with_checkpoints(captured: Captured, calls: CheckpointedCalls) -> Captured:
         return captured
     graph = replace(captured.graph, notes=(*captured.graph.notes, calls.note))
     return replace(captured, graph=graph, checkpointed=calls.names)
+
+
+def _capture_graph_too(
+    model: nn.Module, example_inputs: Mapping[str, Any], full_capture: bool, wanted: Wanted
+) -> Captured:
+    """The capture; with the structure of a graph fixed where there is none otherwise."""
+    try:
+        return _capture(model, example_inputs, full_capture, wanted)
+    except CaptureError:
+        structure = graph_structure(example_inputs, wanted.fixed)
+        if not structure:
+            raise
+        fixed = replace(wanted, fixed=(*wanted.fixed, *structure))
+        with contextlib.suppress(CaptureError, OptionError):
+            return _capture(model, example_inputs, full_capture, fixed)
+        raise
 
 
 def _capture(

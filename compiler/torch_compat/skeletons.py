@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshfold.torch_compat.closures import rebind_closures
+
 
 def copy_with(model: nn.Module, new_tensor: Callable[[Tensor], Tensor]) -> nn.Module:
     """A copy with `new_tensor(tensor)` for each parameter and buffer, in the model's mode.
@@ -19,15 +21,21 @@ def copy_with(model: nn.Module, new_tensor: Callable[[Tensor], Tensor]) -> nn.Mo
     weight_norm makes anew before every forward)."""
     tensors = (*model.parameters(), *model.buffers(), *_computed(model))
     memo: dict[int, Any] = {id(tensor): new_tensor(tensor) for tensor in tensors}
-    return copy.deepcopy(model, memo)
+    copied = copy.deepcopy(model, memo)
+    rebind_closures(copied, memo)
+    return copied
 
 
 def _computed(model: nn.Module) -> Iterator[Tensor]:
-    """Attributes of modules that are tensors with a history."""
-    for module in model.modules():
-        for value in vars(module).values():
-            if isinstance(value, Tensor) and not value.is_leaf:
-                yield value
+    """Tensors with a history that modules keep, as attributes or in dicts and lists (features that
+    a hook put there)."""
+    kept: list[Any] = [value for module in model.modules() for value in vars(module).values()]
+    for value in kept:
+        if isinstance(value, Tensor) and not value.is_leaf:
+            yield value
+        elif isinstance(value, (dict, list)):
+            contents = value.values() if isinstance(value, dict) else value
+            yield from (x for x in contents if isinstance(x, Tensor) and not x.is_leaf)
 
 
 def meta_copy(model: nn.Module) -> nn.Module:

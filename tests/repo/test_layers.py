@@ -55,6 +55,7 @@ ORDER = (
     "meshfold.memory_probe",
     "meshfold.capture.expert_loops",
     "meshfold.capture.known_values",
+    "meshfold.capture.masked_rows",
     "meshfold.capture.trace",
     "meshfold.capture.dedup",
     "meshfold.capture.rewrites",

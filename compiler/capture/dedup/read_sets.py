@@ -192,6 +192,9 @@ class Recorder:
 
     def _saw_call(self, frame: FrameType, event: str, arg: object) -> None:
         if event == "call" and is_user_file(frame.f_code.co_filename):
+            # What a file that is being imported has by now is no state to go back to.
+            if getattr(frame.f_globals.get("__spec__"), "_initializing", False):
+                return
             label = str(frame.f_globals.get("__name__", frame.f_code.co_filename))
             for record in self.active:
                 record.saw_space(label, frame.f_globals)

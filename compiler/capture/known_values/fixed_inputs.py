@@ -3,7 +3,8 @@
     image_grid_thw [[1, 4, 4], [1, 4, 4]]     its numbers decide shapes: they are constants of the
                                               program, as arguments that are no tensors are
 
-They are those that CompileOptions.fixed_inputs names, and ALWAYS_FIXED. The program takes them as
+They are those that CompileOptions.fixed_inputs names, ALWAYS_FIXED, and the structure of a graph
+where a model cannot be captured otherwise (`graph_structure`). The program takes them as
 before, and refuses a batch in which they have other values (meshfold.runtime.batches).
 """
 
@@ -26,6 +27,11 @@ ALWAYS_FIXED = (
 )
 """Arguments of models of transformers that say how large images are, and where they lie in the
 text; the models read them as numbers."""
+
+_EDGES = ("edge_index", "hyperedge_index", "edge_index_dict")
+_OF_GRAPHS = (*_EDGES, "edge_type", "edge_type_dict", "batch")
+"""Arguments of models of torch_geometric that say what a graph is: its edges, of which kind they
+are, and to which graph of a batch a node belongs."""
 
 _NOTE = "fixed input: "
 
@@ -59,6 +65,20 @@ def fixed_inputs(example_inputs: Mapping[str, Any], named: Collection[str]) -> d
                 "the CPU"
             )
     return {name: tensor.detach().cpu().clone() for name, tensor in found.items()}
+
+
+def graph_structure(example_inputs: Mapping[str, Any], named: Collection[str]) -> tuple[str, ...]:
+    """Inputs, besides `named`, that say what the one graph is that a model trains on: layers that
+    leave out loops or count edges have shapes that depend on them."""
+    tensors = {n: x for n, x in named_leaves(dict(example_inputs)) if isinstance(x, Tensor)}
+    first = {name: name.split(".")[0] for name in tensors}
+    if not any(argument in _EDGES for argument in first.values()):
+        return ()
+    return tuple(
+        name
+        for name, x in tensors.items()
+        if first[name] in _OF_GRAPHS and name not in named and _has_whole_numbers(x)
+    )
 
 
 def _has_whole_numbers(x: Tensor) -> bool:

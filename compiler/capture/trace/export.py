@@ -43,9 +43,10 @@ from meshfold.capture.trace.functions import FunctionCall, definition
 from meshfold.capture.trace.layer_drop import LayerDrops
 from meshfold.capture.trace.python_state import (
     Changes,
+    DataReads,
     changed_state,
     plain_state,
-    refused_call,
+    refuse_call,
 )
 from meshfold.capture.trace.returned import Chosen, chosen_outputs, name_outputs
 from meshfold.capture.trace.value_checks import (
@@ -90,6 +91,7 @@ class _Watch(Answering):
     def __init__(self, drops: LayerDrops, checks: ValueChecks, known: KnownTensors | None) -> None:
         super().__init__(checks, known)
         self.drops = drops
+        self.data_reads = DataReads()
         self.failed = ""
 
     def __torch_function__(
@@ -100,17 +102,12 @@ class _Watch(Answering):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is torch.Tensor.__bool__:
-            source = user_line(traceback.walk_stack(inspect.currentframe()))
-            if (answer := self.drops.answer(args[0], source)) is not None:
+            if (answer := self.drops.answer(args[0], _line())) is not None:
                 return answer
-        refused = refused_call(func)
-        if refused is not None:
-            name, remedy = refused
-            raise CaptureError(
-                f"{name} inside of forward is lost in a graph; {remedy}",
-                op=name,
-                source=user_line(traceback.walk_stack(inspect.currentframe())),
-            )
+        data = self.data_reads.answer(func, args, _line)
+        if data is not None:
+            return data
+        refuse_call(func, _line)
         try:
             result = super().__torch_function__(func, types, args, kwargs)
         except Exception:
@@ -121,13 +118,16 @@ class _Watch(Answering):
         return result
 
 
+def _line() -> str:
+    return user_line(traceback.walk_stack(inspect.currentframe()))
+
+
 def refuse_dynamic(result: Any, func: Any) -> None:
     """Refuse a number or a shape that depends on the values of a tensor."""
     for part in result if isinstance(result, (tuple, list)) else (result,):
         sizes = part.shape if isinstance(part, torch.Tensor) else (part,)
         if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
-            line = user_line(traceback.walk_stack(inspect.currentframe()))
-            raise refused_number(function_name(func), line)
+            raise refused_number(function_name(func), _line())
 
 
 class _Traced(nn.Module):
@@ -147,13 +147,13 @@ class _Traced(nn.Module):
         with self.watch, self.watch.drops.watching():
             returned = self.inputs.call(self.model, tensors)
         self.watch.checks.refuse_kept()
+        self.watch.data_reads.refuse_written()
         # Here: torch.export sets attributes back.
         self.report.changed = changed_state(before, self.model)
         named = name_outputs(returned)
         if not named:
-            raise CaptureError(
-                "the model returns no tensor; return its loss", op=type(self.model).__name__
-            )
+            op = type(self.model).__name__
+            raise CaptureError("the model returns no tensor; return its loss", op=op)
         refuse_lost_gradients(named.values(), set(self.model.parameters()))
         with self.watch:
             chosen = chosen_outputs(returned, self.report.returns)
@@ -240,8 +240,8 @@ def export_fake(
     report, drops = traced.report, watch.drops
     if drops.num_branches != drops.num_chosen and not skips:
         raise refused_branch("Tensor.__bool__", drops.source)
-    calls, notes = tuple(fake.functions.calls), watch.checks.notes()
-    return Exported(program, report.chosen, report.changed, drops, calls, notes)
+    found = tuple(fake.functions.calls), (*watch.checks.notes(), *watch.selections.notes())
+    return Exported(program, report.chosen, report.changed, drops, *found)
 
 
 def _decomposed(program: ExportedProgram) -> ExportedProgram:

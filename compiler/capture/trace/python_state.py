@@ -6,7 +6,7 @@ refused. What only counts (a log of calls) is left.
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -124,7 +124,6 @@ def refuse_changing_state(
 
 
 _REFUSED: tuple[tuple[Any, str, str], ...] = (
-    (torch.Tensor.data.__get__, "Tensor.data", "write x.detach()"),  # type: ignore[attr-defined]
     (torch.Tensor.data.__set__, "Tensor.data =", "compute a new tensor"),  # type: ignore[attr-defined]
     (torch.Tensor.register_hook, "Tensor.register_hook", "write what it does with ordinary ops"),
     (
@@ -136,7 +135,37 @@ _REFUSED: tuple[tuple[Any, str, str], ...] = (
 )
 
 
-def refused_call(func: Any) -> tuple[str, str] | None:
-    """(name, what to do instead) of a function of torch that a traced forward would lose, or
-    crash on."""
-    return next(((name, remedy) for other, name, remedy in _REFUSED if func == other), None)
+def refuse_call(func: Any, line: Callable[[], str]) -> None:
+    """Raises CaptureError for a function of torch that a traced forward would lose, or crash on."""
+    for other, name, remedy in _REFUSED:
+        if func == other:
+            raise CaptureError(
+                f"{name} inside of forward is lost in a graph; {remedy}", op=name, source=line()
+            )
+
+
+class DataReads:
+    """x.data in forward, which is x.detach() as long as nothing writes to either."""
+
+    def __init__(self) -> None:
+        self.reads: list[tuple[torch.Tensor, int, str]] = []
+        """What was given, the version of its memory, and the line."""
+
+    def answer(self, func: Any, args: Sequence[Any], line: Callable[[], str]) -> Any:
+        """What x.data gives here; None for another function."""
+        if func != torch.Tensor.data.__get__:  # type: ignore[attr-defined]
+            return None
+        given = args[0].detach()
+        self.reads.append((given, given._version, line()))
+        return given
+
+    def refuse_written(self) -> None:
+        """Raises CaptureError where memory was written to after x.data was read."""
+        for given, version, source in self.reads:
+            if given._version != version:
+                raise CaptureError(
+                    "a write to the memory of Tensor.data inside of forward is lost in a graph; "
+                    "compute a new tensor of x.detach()",
+                    op="Tensor.data",
+                    source=source,
+                )

@@ -1,15 +1,16 @@
 """What masks select of tensors, in ops of fixed shape; and CTC losses, which take such targets.
 
-ctc_loss(log_probs, targets, ...)       losses of sequences (meshfold.ops.ctc_loss), then
-                                        reduced as torch does: "mean" divides each by its length
-labels.masked_select(mask)              of a batch of labels [n, s], only for ctc_loss, which
-                                        takes all targets in a row: each row, padded at its end
+logits[mask], x.masked_select(mask)     all rows, and which of them count
+logits[mask.nonzero()]                  (meshfold.capture.masked_rows)
+hidden[mask] = hidden[mask] + rows      of hidden [n, s, d] and a mask [n, s]: rows go where the
+                                        mask is, in order (Qwen3-VL's deepstack)
 hidden[mask].view(n, -1, d)[:, -1]      of hidden [n, s, d]: the last place of each row that the
                                         mask has, as BART and T5 classify by the last <eos>; after
                                         unique_consecutive(mask.sum(1)).numel() == 1, a check that
                                         rows have equally many
-hidden[mask] = hidden[mask] + rows      of hidden [n, s, d] and a mask [n, s]: rows go where the
-                                        mask is, in order (Qwen3-VL's deepstack)
+ctc_loss(log_probs, targets, ...)       losses of sequences (meshfold.ops.ctc_loss), then
+                                        reduced as torch does: "mean" divides each by its length;
+                                        of targets [n, s], or of labels.masked_select(mask)
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,48 +20,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from meshfold.capture.masked_rows.equal_masks import EqualMasks
+from meshfold.capture.masked_rows.places import Places, places_of, taken_by
+from meshfold.capture.masked_rows.rows import Mask, MaskedRows, is_mask_of, rows_of
+from meshfold.capture.masked_rows.stand_in import Selected
 from meshfold.errors import CaptureError
 from meshfold.ops.ctc_loss import ctc_losses
 
 _LOSSES = (F.ctc_loss, torch.ctc_loss)
 _REDUCTIONS = ("none", "mean", "sum")
 _NAMES = "log_probs targets input_lengths target_lengths blank reduction zero_infinity".split()
-
-
-class Selected:
-    """What has a shape that depends on values. What a subclass does not know raises `refused`."""
-
-    def __init__(self, refused: CaptureError) -> None:
-        self.refused = refused
-
-    def _refuse(self, *_: Any) -> Any:
-        raise self.refused
-
-    __getattr__ = __len__ = __getitem__ = __iter__ = __bool__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
-    __lt__ = __le__ = __gt__ = __ge__ = __neg__ = _refuse
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        found = [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, Selected)]
-        raise found[0].refused if found else TypeError(f"{func} of what a mask selects")
-
-
-class _Labels(Selected):
-    """labels.masked_select(mask) of labels [n, s]."""
-
-    def __init__(self, labels: Tensor, mask: Tensor, refused: CaptureError) -> None:
-        super().__init__(refused)
-        self.labels, self.mask = labels, mask
-
-    def padded(self) -> Tensor:
-        """[n, s]: what is selected of each row, then zeros."""
-        length = self.labels.shape[1]
-        place = torch.arange(length, device=self.labels.device)
-        order = torch.argsort(torch.where(self.mask, place, place + length), dim=-1)
-        return self.labels.masked_fill(~self.mask, 0).gather(-1, order)
 
 
 class _Runs(Selected):
@@ -115,73 +84,90 @@ class _OfEachRow(Selected):
         return self.hidden[torch.arange(num_rows, device=self.mask.device), last]
 
 
-class _Places(Selected):
-    """hidden[mask] of hidden [n, s, d] and a mask [n, s], to which rows are added."""
-
-    def __init__(self, hidden: Tensor, mask: Tensor, refused: CaptureError) -> None:
-        super().__init__(refused)
-        self.hidden, self.mask = hidden, mask
-
-    def __add__(self, rows: Any) -> "_Sums":
-        if not isinstance(rows, Tensor) or rows.shape[1:] != self.hidden.shape[2:]:
-            raise self.refused
-        places = self.mask.unsqueeze(-1).expand_as(self.hidden)
-        sums = self.hidden + torch.zeros_like(self.hidden).masked_scatter(places, rows)
-        return _Sums(sums, self.mask, self.refused)
-
-
-class _Sums(Selected):
-    """_Places with rows added, to be written where they were taken."""
-
-    def __init__(self, sums: Tensor, mask: Tensor, refused: CaptureError) -> None:
-        super().__init__(refused)
-        self.sums, self.mask = sums, mask
-
-    def write(self, hidden: Tensor, mask: Any) -> None:
-        if mask is not self.mask or hidden.shape != self.sums.shape:
-            raise self.refused
-        hidden.copy_(torch.where(mask.unsqueeze(-1), self.sums, hidden))
-
-
 class Selections:
     """What masks select in one call of a model. number: makes a number of a tensor, of which
-    assertions can ask; refused: the error for a function whose result has no fixed shape."""
+    assertions can ask; assume: keeps a check, which every step runs; refused: the error for a
+    function whose result has no fixed shape."""
 
     def __init__(
-        self, number: Callable[[Tensor], Any], refused: Callable[[Any], CaptureError]
+        self,
+        number: Callable[[Tensor], Any],
+        assume: Callable[[Tensor, str], None],
+        refused: Callable[[Any], CaptureError],
     ) -> None:
-        self.number, self.refused = number, refused
+        self.number, self.assume, self.refused = number, assume, refused
+        self.masks = EqualMasks()
+        self.sources: list[str] = []
+        """Lines that select rows."""
+        self.num_filled = 0
+        """Selections of floats so far, each of which replaces values by others."""
         self.counts: list[tuple[Tensor, Tensor]] = []
         """Sums of masks over their rows, and the masks."""
         self.even: list[Tensor] = []
         """Masks that are checked to have equally many places in each row."""
 
+    def notes(self) -> tuple[str, ...]:
+        """What the plan says of rows that are computed though no mask has them."""
+        lines = dict.fromkeys(self.sources)
+        return tuple(f"all rows are computed where a mask selects some ({line})" for line in lines)
+
     def see(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Note the counts of a mask."""
+        """Note the counts of a mask, and how masks are made."""
+        self.masks.see(func, args, kwargs, result)
         if func in (torch.sum, torch.Tensor.sum) and args and isinstance(args[0], Tensor):
             mask, *dims = (*args, *kwargs.values())
             if mask.dtype == torch.bool and mask.ndim == 2 and dims in ([1], [-1]):
                 self.counts.append((result, mask))
 
-    def answer(self, func: Any, args: Sequence[Any]) -> Any:
+    def answer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What stands for a selection; NotImplemented for another function."""
+        if func in _LOSSES:
+            return NotImplemented
+        if func is torch.Tensor.__setitem__ and isinstance(args[2], MaskedRows):
+            self._write(args[0], _mask_of(args[1]), args[2])
+            return None
+        if any(isinstance(a, MaskedRows) for a in (*args, *kwargs.values())):
+            # Here: another mode would see the body of a function of torch.nn.functional instead.
+            return MaskedRows.__torch_function__(func, (), args, kwargs)
+        if (places := taken_by(func, args, kwargs)) is not None:
+            return self._rows(func, args[0], places.chosen())
         if func in (torch.unique_consecutive, torch.Tensor.unique_consecutive):
             masks = [mask for counts, mask in self.counts if counts is args[0]]
             self.even += masks
             return _Runs(args[0], self.number, self.refused(func)) if masks else NotImplemented
-        if func is torch.Tensor.__getitem__:
+        if func is torch.Tensor.__getitem__ and isinstance(args[0], Tensor):
             hidden, mask = args[0], _mask_of(args[1])
             if hidden.ndim == 3 and any(mask is known for known in self.even):
                 return _Rows(hidden, mask, self.number, self.refused(func))
-            if isinstance(mask, Tensor) and mask.dtype == torch.bool:
-                if hidden.ndim == 3 and mask.shape == hidden.shape[:2]:
-                    return _Places(hidden, mask, self.refused(func))
-        if func is torch.Tensor.__setitem__ and isinstance(args[2], _Sums):
-            args[2].write(args[0], _mask_of(args[1]))
-            return None
-        if _is_selection(func, args):
-            return _Labels(args[0], args[1], self.refused(func))
-        return NotImplemented
+            if is_mask_of(mask, hidden):
+                return self._rows(func, hidden, mask)
+            if isinstance(mask, tuple) and mask and is_mask_of(mask[0], hidden):
+                return self._rows(func, hidden, mask[0]).indexed((slice(None), *mask[1:]))
+        if func in _SELECTS and len(args) == 2 and args[0].shape == args[1].shape:
+            return self._rows(func, *args)
+        return places_of(func, args, kwargs, self.assume, self.refused)
+
+    def _rows(self, func: Any, hidden: Tensor, mask: Tensor) -> MaskedRows:
+        """hidden[mask]."""
+        refused = self.refused(func)
+        if hidden.is_complex():
+            raise refused
+        self.sources.append(refused.source)
+        self.num_filled += hidden.is_floating_point()
+        known = Mask(mask, mask._version, self.assume, self.masks.are_equal)
+        return rows_of(hidden, known, self.num_filled, refused)
+
+    def _write(self, hidden: Tensor, mask: Any, rows: MaskedRows) -> None:
+        """hidden[mask] = rows."""
+        mask = mask.chosen() if isinstance(mask, Places) else mask
+        if not is_mask_of(mask, hidden) or not self.masks.are_equal(mask, rows.chosen()):
+            raise rows.refused
+        if hidden.shape != rows.values.shape:
+            raise rows.refused
+        hidden.copy_(rows.kept(hidden))
+
+
+_SELECTS = (torch.masked_select, torch.Tensor.masked_select)
 
 
 def _mask_of(index: Any) -> Any:
@@ -191,14 +177,6 @@ def _mask_of(index: Any) -> Any:
     return index
 
 
-def _is_selection(func: Any, args: Sequence[Any]) -> bool:
-    """Whether labels [n, s] are selected by a mask of their shape."""
-    if func not in (torch.masked_select, torch.Tensor.masked_select) or len(args) != 2:
-        return False
-    labels, mask = args
-    return bool(labels.ndim == 2 and labels.dtype == torch.int64 and mask.shape == labels.shape)
-
-
 def ctc_loss(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The loss in ops of fixed shape; NotImplemented for another function, for log_probs without a
     batch, and for targets that are all in a row."""
@@ -206,7 +184,7 @@ def ctc_loss(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return NotImplemented
     given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
     log_probs, targets = given["log_probs"], given["targets"]
-    if isinstance(targets, _Labels):
+    if isinstance(targets, MaskedRows):
         targets = targets.padded()
     if log_probs.ndim != 3 or targets.ndim != 2:
         return NotImplemented

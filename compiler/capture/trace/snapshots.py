@@ -363,6 +363,8 @@ def _write(owner: Any, read: _Reader, content: Content) -> None:
         _write_class(owner, dict(zip(keys, values, strict=True)))
     elif read in (_entries, _globals, _module):
         shown = set(read(owner)[0]) - (_OWN_OF_MODULES if read is _module else set())
+        if read is _globals:  # a submodule that was imported meanwhile stays one
+            shown -= {k for k, x in owner.items() if isinstance(x, ModuleType)} - set(keys)
         hidden = [key for key in owner if key not in shown and key not in keys]
         _write_dict(owner, (*keys, *hidden), (*values, *map(owner.get, hidden)))
     elif read is _attributes and hasattr(owner, "__dict__"):

@@ -75,11 +75,10 @@ class ValueChecks:
             kept[name] = checked(kept[name], check.condition, holds, note)
         return kept
 
-    def assume_full(self, rows: torch.Tensor) -> None:
-        """Keep a check, which every step runs, that a mask of rows is true everywhere."""
-        source = _line()
-        assertion = Assertion(source, "no sample is all zeros", True, is_always_run=True)
-        self.found.append(Check(assertion, rows.all()))
+    def assume(self, condition: torch.Tensor, text: str) -> None:
+        """Keep a check, which every step runs. text: what the condition says."""
+        assertion = Assertion(_line(), text, True, is_always_run=True)
+        self.found.append(Check(assertion, condition))
 
     def _is_run(self, check: Check) -> bool:
         if check.assertion.is_always_run:
@@ -332,7 +331,9 @@ class Answering(TorchFunctionMode):
         self.known = known
         self.empty_rows = EmptyRows()
         self.selections = Selections(
-            checks.number, lambda func: refused_number(function_name(func), _line())
+            checks.number,
+            checks.assume,
+            lambda func: refused_number(function_name(func), _line()),
         )
 
     def __torch_function__(
@@ -350,7 +351,7 @@ class Answering(TorchFunctionMode):
             func, args, kwargs = self.known.arguments(func, args, kwargs)
             if (rows := self.empty_rows.mask(func, args, kwargs)) is not None:
                 return self._full_mask(rows)
-        answer = self.selections.answer(func, args)
+        answer = self.selections.answer(func, args, kwargs)
         if answer is NotImplemented:
             answer = ctc_loss(func, args, kwargs)
         if answer is NotImplemented:
@@ -368,7 +369,7 @@ class Answering(TorchFunctionMode):
     def _full_mask(self, rows: torch.Tensor) -> torch.Tensor:
         """The mask of rows that are not all zeros, as it is without any that are."""
         assert self.known is not None
-        self.checks.assume_full(rows)
+        self.checks.assume(rows.all(), "no sample is all zeros")
         full = torch.ones_like(rows)
         self.known.see(torch.ones_like, (rows,), {}, full)
         return full

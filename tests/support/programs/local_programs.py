@@ -20,6 +20,7 @@ from meshfold.runtime.batches import BatchReader
 from meshfold.runtime.runner import ProgramRunner
 from meshfold.sharding.layout import shard_of
 from meshfold.torch_compat.dtypes import torch_dtype
+from meshfold.torch_compat.skeletons import copy_with
 from meshfold.validation.float64_mode import float64_everywhere
 from support.processes.ranks import run_on_simulated_ranks
 
@@ -114,11 +115,15 @@ def local_part(program: EmittedProgram, name: str, whole: Tensor, mesh: RankMesh
     return part.to(torch_dtype(kept), copy=True)
 
 
+def _copied(tensor: Tensor) -> Tensor:
+    return copy.deepcopy(tensor) if tensor.is_leaf else tensor.detach().clone()
+
+
 def one_process(
     model: nn.Module, batch: Mapping[str, Any]
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
     """(loss, gradients by name) of a model in float64; the model itself keeps its buffers."""
-    model = copy.deepcopy(model)
+    model = copy_with(model, _copied)
     model.zero_grad()
     with float64_everywhere():
         output = model(**batch)

@@ -5,7 +5,12 @@ import torch
 from torch import Tensor, nn
 
 import meshfold
-from meshfold.capture.known_values.fixed_inputs import fixed_by, fixed_inputs, fixed_note
+from meshfold.capture.known_values.fixed_inputs import (
+    fixed_by,
+    fixed_inputs,
+    fixed_note,
+    graph_structure,
+)
 from meshfold.capture.pipeline import capture
 from meshfold.errors import CaptureError, OptionError
 
@@ -82,3 +87,39 @@ def test_a_plan_says_which_inputs_are_fixed() -> None:
 def test_names_are_no_text() -> None:
     with pytest.raises(OptionError, match="write a tuple of names"):
         meshfold.CompileOptions(fixed_inputs="grid")  # type: ignore[arg-type]
+
+
+class WithoutLoops(nn.Module):
+    """A graph convolution that leaves out edges from a node to itself and has one of each, as GCN
+    does; of means per graph where `batch` says which one a node is of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:
+        edges = edge_index[:, edge_index[0] != edge_index[1]]
+        loops = torch.arange(len(x)).expand(2, -1)
+        source, target = torch.cat([edges, loops], 1)
+        x = torch.zeros_like(x).index_add(0, target, self.layer(x)[source])
+        return x.new_zeros(int(batch.max()) + 1, 4).index_add(0, batch, x).square().mean()
+
+
+def test_the_structure_of_a_graph_is_fixed_where_shapes_depend_on_it() -> None:
+    batch = {
+        "x": torch.randn(4, 4),
+        "edge_index": torch.tensor([[0, 1, 2, 2], [1, 1, 0, 3]]),
+        "batch": torch.tensor([0, 0, 1, 1]),
+    }
+    assert graph_structure(batch, ["batch"]) == ("edge_index",)
+    captured = capture(WithoutLoops(), batch)
+    assert list(captured.fixed) == ["edge_index", "batch"]
+    assert [info.name for info in captured.graph.inputs] == ["x"]
+    plan = meshfold.find_plan(WithoutLoops(), "local-cpux1", batch)
+    assert fixed_by(plan, batch) == ("edge_index", "batch")
+
+
+def test_ids_called_batch_are_no_graph() -> None:
+    assert not graph_structure({"batch": torch.ones(2, 3, dtype=torch.int64)}, [])
+    with pytest.raises(CaptureError, match="name integer inputs that are the same in every batch"):
+        capture(Patches(), {"x": torch.randn(12, 4), "grid": GRID})

@@ -4,11 +4,14 @@ import re
 
 import pytest
 import torch
+from support.programs.local_programs import emit_uniform, errors_of_a_step
 from torch import Tensor, nn
 
 from meshfold.capture.pipeline import capture
 from meshfold.capture.trace.python_state import changed_state, plain_state
 from meshfold.errors import CaptureError
+from meshfold.ir.strategy import UniformStrategy
+from meshfold.validation.float64_mode import float64_everywhere
 
 COUNTS = {"calls": 0}
 
@@ -140,8 +143,20 @@ def backward_inside(model: Model, h: Tensor) -> Tensor:
     return h
 
 
-def data_read(model: Model, h: Tensor) -> Tensor:
-    return h + model.first.weight.data.sum()
+def data_read_for_a_norm(model: Model, h: Tensor) -> Tensor:
+    return h / h.data.norm() + model.first.weight.data.sum()
+
+
+def data_written_to(model: Model, h: Tensor) -> Tensor:
+    h.data.mul_(2)
+    return h
+
+
+def read_data_written_to(model: Model, h: Tensor) -> Tensor:
+    copied = h.clone()
+    data = copied.data
+    copied.add_(1)
+    return h + data
 
 
 def data_written(model: Model, h: Tensor) -> Tensor:
@@ -173,7 +188,9 @@ MIDDLES = {
     module_made_anew: r"forward changes scaling.training \(from None to True\)",
     hooked: "Tensor.register_hook inside of forward is lost in a graph; .*test_python_state.py",
     backward_inside: "Tensor.backward inside of forward is lost in a graph",
-    data_read: r"Tensor.data inside of forward is lost in a graph; write x.detach\(\)",
+    data_read_for_a_norm: "",
+    data_written_to: "a write to the memory of Tensor.data inside of forward is lost in a graph",
+    read_data_written_to: "a write to the memory of Tensor.data .*test_python_state.py",
     data_written: "Tensor.data = inside of forward is lost in a graph; compute a new tensor",
     gradient_inside: "",
     gradient_retained: "",
@@ -222,3 +239,17 @@ def test_plain_state_is_of_plain_values() -> None:
     assert before["", "calls"] == 0 and ("", "first") not in before
     model.calls, model.log = 3, [torch.ones(1)]
     assert changed_state(before, model) == {("", "calls"): (0, 3)}
+
+
+def test_data_is_a_tensor_without_a_gradient() -> None:
+    class Given(Model):
+        def middle(self, h: Tensor) -> Tensor:
+            return data_read_for_a_norm(self, h)
+
+    torch.manual_seed(0)
+    model, batch = Given().double(), {"x": torch.randn(8, 4, dtype=torch.float64)}
+    with float64_everywhere():
+        captured = capture(model, batch)
+    program = emit_uniform(captured, UniformStrategy(dp=2), 8)
+    for errors in errors_of_a_step(model, batch, captured, program):
+        assert max(errors.values()) < 1e-12
