@@ -220,7 +220,7 @@ def row(family: str, s: Shape, dropout: float, recompute: Recompute, is_chunked:
     )
     seconds = time.perf_counter() - start
     inputs = sum(t.nbytes for t in batch.values())
-    peak = estimate.gradients + estimate.activations + estimate.transient - inputs
+    peak = estimate.gradients + estimate.activations + estimate.transient + estimate.loss - inputs
     saved = sum(kept[i.region] for i in step.folded.instances)
     real, worst = measured(model, step, emit_typed(step.folded, typings, costs), batch)
     return (

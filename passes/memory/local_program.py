@@ -20,8 +20,8 @@ from meshfold.cost_models.memory.op_memory import (
     TensorSpec,
     dense_spec,
 )
+from meshfold.cost_models.memory.parameter_uses import How, ParameterUse
 from meshfold.cost_models.memory.recomputation import LocalStep
-from meshfold.cost_models.memory.step_memory import How, ParameterUse
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.conversion_step import Step
 from meshfold.ir.op_graph import Arg, Hole, OpGraph, Ref, SlotKind
