@@ -45,7 +45,8 @@ def test_a_pipeline_has_a_bar_and_a_curve_per_stage(encoding: str) -> None:
     lines = page(pipelined(), encoding)
     first, second, legend = lines[lines.index("Peak memory by stage") + 1 :][:3]
     assert first.startswith("  stage 0  30.9 GB  PP") and second.startswith("  stage 1")
-    assert first.count("O") == 2 * second.count("O") and "L" not in first and "L" in second
+    assert abs(first.count("O") - 2 * second.count("O")) <= 1
+    assert "L" not in first and "L" in second
     assert "P parameters, G gradients, O optimizer states" in legend
     assert sum(line.startswith("  stage ") and "|" in line for line in lines) == 2
 
