@@ -2,11 +2,10 @@
 
 A draw is a small model, a number of ranks, a mechanism that saves memory and a budget between what
 the mechanism needs without one and half of that. The plan is emitted and one rank of each stage
-runs two steps of AdamW without its peers: its states, and what a counter of storages sees at the
-worst moment, must not be above the budget.
+runs steps of AdamW without its peers: what is resident, and the worst moment of a step as the
+allocator has it, must not be above the budget.
 """
 
-import gc
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ import torch
 from support.models.hugging_face import FAMILIES
 from support.processes.offload import cluster_with_hosts
 from support.programs.local_programs import local_part
-from support.programs.memory import EchoMesh
+from support.programs.memory import EchoMesh, allocator_peak_bytes
 from support.programs.out_of_sight import Far, FarLink, NoPeers
 from support.programs.pipeline import model_and_batch
 from torch import nn
@@ -29,7 +28,7 @@ from meshfold.codegen.program.emitted import EmittedProgram
 from meshfold.errors import InfeasibleError, OptionError
 from meshfold.ir.options import CompileOptions, PinValue
 from meshfold.ir.plan import Plan
-from meshfold.memory_probe.prober import OpProber, StorageCounter
+from meshfold.memory_probe.prober import OpProber
 from meshfold.passes.planner.shared_work import SharedWork
 from meshfold.runtime.batches import BatchReader
 from meshfold.runtime.pipeline_runner import PipelineRunner
@@ -227,9 +226,8 @@ class OneRank:
             parameter.grad = None
 
     def counted_bytes(self) -> int:
-        """All that is resident, and the worst moment of the second step."""
+        """All that is resident, and the worst moment of a step."""
         self.step()
-        gc.collect()
         states = [
             x
             for state in (self.optimizer.state.values() if self.optimizer else ())
@@ -237,10 +235,11 @@ class OneRank:
             if isinstance(x, torch.Tensor) and x.dim() > 0
         ]
         resident = [*self.known, *states]
-        with StorageCounter([*resident, *self.batch]) as counter:
-            self.step()
+        # oneDNN convolutions take scratch memory that no dispatcher sees.
+        with torch.backends.mkldnn.flags(enabled=False):
+            worst = allocator_peak_bytes(self.step)
         inputs = sum(x.nbytes for x in self.batch) // self.num_slices
-        return sum(x.nbytes for x in resident) + inputs + counter.peak_bytes
+        return sum(x.nbytes for x in resident) + inputs + worst
 
 
 def summary(outcomes: Sequence[Outcome]) -> list[str]:

@@ -33,6 +33,9 @@ class ParameterUse:
     """Bytes of a copy in the dtype that ops read, where nothing is gathered."""
     is_unbucketed: bool = False
     """Whether it has its own collective, whose buffer is the gradient itself."""
+    adds_in_place: bool = False
+    """Whether autograd adds another gradient of the parameter to this one, not into a third buffer:
+    it is a tensor that its op made, no view."""
 
     @property
     def resident_bytes(self) -> int:

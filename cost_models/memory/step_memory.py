@@ -7,7 +7,8 @@ instance j saves, F_i and B_i the worst moments inside i, and G_j gradients of p
     backward i   sum_{j<i} S_j + B_i + sum_{j>i} G_j           (B_i includes S_i)
     reduction i  sum_{j<i} S_j + R_i + buckets + sum_{j>i} G_j (R_i: when i's gradients are there,
                  and values that its last steps saved are gone)
-    sums         G + two gradients of one parameter + their sum, made anew (measured)
+    sums         G + two gradients of one parameter + their sum, made anew (measured), unless the
+                 first one can be added to
     optimizer    states + G + what the optimizer itself needs; no activations
 
 The head is an instance like any other. Also alive, over ranges of moments:
@@ -313,6 +314,7 @@ class _Timeline:
     def sums_of_uses(self) -> list[_Moment]:
         """When two gradients of one parameter are added up, those from buckets at the end."""
         num_parts: Counter[tuple[str, bool]] = Counter()
+        in_place: dict[str, bool] = {}
         gradients, activations = self.gradients.totals(), self.activations.totals()
         at_end, found = gradients[self.last] + self.last_resident, list[_Moment]()
         for i in reversed(range(len(self.instances))):
@@ -320,8 +322,11 @@ class _Timeline:
             for use in self.sums[i].shared:
                 is_direct, size = use.how == "direct", use.resident_bytes
                 num_parts[use.name, is_direct] += not use.is_unbucketed
+                if is_direct:
+                    # The first gradient is there until the last one was added.
+                    made = 0 if in_place.setdefault(use.name, use.adds_in_place) else size
                 if num_parts[use.name, is_direct] > 1 and is_direct:
-                    found.append(_Moment(gradients[t], activations[t], 0, 0, own + size))
+                    found.append(_Moment(gradients[t], activations[t], 0, 0, own + made))
                 elif num_parts[use.name, is_direct] > 1:
                     found.append(_Moment(at_end, 0, 0, 0, size))
         return found

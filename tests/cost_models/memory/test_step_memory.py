@@ -161,6 +161,19 @@ def test_a_value_lives_until_the_first_instance_that_keeps_it_is_done() -> None:
     assert kept == (1100, 100, 100)
 
 
+def test_a_gradient_that_its_op_made_is_added_to_in_place() -> None:
+    """Instance 1 runs backward first: what it made is there when instance 0 gives the second."""
+    first, last = with_weight(chain(2), 500, name="table")
+    assert compose([first, last])[0].peak == 500 + 10 + 20 + 500
+
+    def own(instance: InstanceMemory) -> InstanceMemory:
+        (use,) = instance.parameters
+        return replace(instance, parameters=(replace(use, adds_in_place=True),))
+
+    assert compose([own(first), last])[0].peak == 500 + 10 + 20 + 500
+    assert compose([first, own(last)])[0].peak < 500 + 10 + 20 + 500
+
+
 def test_a_value_that_nobody_keeps_is_gone_before_the_backward() -> None:
     reads = replace(LAYER, saved_slots=frozenset())
     first = InstanceMemory(replace(LAYER, output_bytes=(1000,)), {}, ())
