@@ -6,9 +6,10 @@ runs steps of AdamW without its peers: what is resident, and the worst moment of
 allocator has it, must not be above the budget.
 """
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, cast
 
@@ -88,7 +89,7 @@ class Outcome:
         return self.counted <= self.budget
 
 
-@dataclass
+@dataclass(eq=False)
 class Models:
     """Captured models, and what searches for them share."""
 
@@ -141,12 +142,9 @@ def outcome(draw: Draw, models: Models) -> Outcome | None:
         except InfeasibleError:
             continue
         predicted, counted = _worst(found, model, batch, captured)
-        taken = (
-            draw
-            if share == draw.share
-            else Draw(draw.family, draw.mechanism, draw.num_ranks, share)
+        return Outcome(
+            replace(draw, share=share), found.strategy.label, budget - reserve, predicted, counted
         )
-        return Outcome(taken, found.strategy.label, budget - reserve, predicted, counted)
     return None
 
 
@@ -161,12 +159,12 @@ def _worst(
         rank = device * (plan.mesh.num_ranks // num_devices)
         costs = plan.stages[device].costs
         memory = costs.memory if costs is not None and costs.memory is not None else plan.memory
-        counted = OneRank(program, rank, model, batch, captured).counted_bytes()
+        counted = TrainingRank(program, rank, model, batch, captured).counted_bytes()
         found.append((memory.peak - memory.reserve, counted))
     return max(found, key=lambda pair: pair[1] / pair[0])
 
 
-class OneRank:
+class TrainingRank:
     """A rank of a program that trains without its peers."""
 
     def __init__(
@@ -177,45 +175,36 @@ class OneRank:
         batch: Mapping[str, torch.Tensor],
         captured: Captured,
     ) -> None:
-        is_pipeline = isinstance(program, EmittedPipeline)
-        mesh = EchoMesh(program.mesh, rank, torch.device("cpu"), program.levels)
-        parts: Sequence[EmittedProgram] = program.stages if is_pipeline else (program,)
-        own = parts
-        if isinstance(program, EmittedPipeline):
-            stages = program.schedule.stages_of(program.device_of(mesh.coords))
-            own = [parts[s] for s in stages]
+        self.mesh = EchoMesh(program.mesh, rank, torch.device("cpu"), program.levels)
+        parts, own = _programs(program, self.mesh)
         stored = {name: part for part in own for name in part.stored}
         self.parameters = {
-            name: nn.Parameter(local_part(part, name, model.get_parameter(name), mesh))
+            name: nn.Parameter(local_part(part, name, model.get_parameter(name), self.mesh))
             for name, part in stored.items()
         }
         self.buffers = {b.name: model.get_buffer(b.name).clone() for b in captured.graph.buffers}
-        self.known = [*self.parameters.values(), *self.buffers.values()]
-        self.known += captured.constants.values()
-        reader = BatchReader(parts, mesh, {})
-        self.inputs = reader.read(batch)
-        self.batch = [*batch.values()]
-        splits = [a.size for a in program.mesh.axes if a.name in ("dp", "ep")]
-        self.num_slices = 1
-        for size in splits:
-            self.num_slices *= size
+        self.constants = captured.constants
+        self.inputs = BatchReader(parts, self.mesh, {}).read(batch)
+        splits = math.prod(a.size for a in program.mesh.axes if a.name in ("dp", "ep"))
+        self.input_bytes = sum(x.nbytes for x in batch.values()) // splits
+        self.run = self._runner(program)
         self.optimizer: torch.optim.Optimizer | None = None
-        if isinstance(program, EmittedPipeline):
-            self.pipeline = PipelineRunner(program, mesh, captured.constants)
-            if program.schedule.num_devices > 1:
-                self.pipeline.links = cast(StageLinks, NoPeers())
-            self.run: Callable[[], object] = lambda: self.pipeline.run(
-                self.parameters, self.buffers, self.inputs
-            )
-        else:
-            runner = ProgramRunner(program, mesh, captured.constants)
-            if program.saved_on_host:
-                runner.host_link = FarLink()
-            if program.offloaded:
-                runner.host_side = Far(program, self.parameters)
-            self.run = lambda: runner.run(self.parameters, self.buffers, self.inputs).backward()
         if not own[0].offloaded:
             self.optimizer = torch.optim.AdamW(self.parameters.values(), foreach=True)
+
+    def _runner(self, program: EmittedProgram | EmittedPipeline) -> Callable[[], object]:
+        """Forward and backward."""
+        if isinstance(program, EmittedPipeline):
+            pipeline = PipelineRunner(program, self.mesh, self.constants)
+            if program.schedule.num_devices > 1:
+                pipeline.links = cast(StageLinks, NoPeers())
+            return lambda: pipeline.run(self.parameters, self.buffers, self.inputs)
+        runner = ProgramRunner(program, self.mesh, self.constants)
+        if program.saved_on_host:
+            runner.host_link = FarLink()
+        if program.offloaded:
+            runner.host_side = Far(program, self.parameters)
+        return lambda: runner.run(self.parameters, self.buffers, self.inputs).backward()
 
     def step(self) -> None:
         """A step; gradients go at its end."""
@@ -234,12 +223,22 @@ class OneRank:
             for x in state.values()
             if isinstance(x, torch.Tensor) and x.dim() > 0
         ]
-        resident = [*self.known, *states]
+        resident = [*self.parameters.values(), *self.buffers.values(), *states]
+        resident += self.constants.values()
         # oneDNN convolutions take scratch memory that no dispatcher sees.
         with torch.backends.mkldnn.flags(enabled=False):
             worst = allocator_peak_bytes(self.step)
-        inputs = sum(x.nbytes for x in self.batch) // self.num_slices
-        return sum(x.nbytes for x in resident) + inputs + worst
+        return sum(x.nbytes for x in resident) + self.input_bytes + worst
+
+
+def _programs(
+    program: EmittedProgram | EmittedPipeline, mesh: EchoMesh
+) -> tuple[Sequence[EmittedProgram], Sequence[EmittedProgram]]:
+    """The programs of all stages, and those of this rank."""
+    if isinstance(program, EmittedProgram):
+        return (program,), (program,)
+    own = program.schedule.stages_of(program.device_of(mesh.coords))
+    return program.stages, [program.stages[s] for s in own]
 
 
 def summary(outcomes: Sequence[Outcome]) -> list[str]:
