@@ -1,12 +1,12 @@
 """Predicted against measured memory of one training step on this machine's CPU.
 
     python benchmarks/memory.py [--families gpt2,llama] [--dropout 0.1]
-        [--recompute selective] [--chunked-loss] [--slices N]
+        [--recompute selective] [--chunked-loss] [--slices N] [--budgets N]
 
 Each row captures a model with random weights, predicts its step in one process, and runs the
-captured graph: what autograd keeps is read by its hooks, the peak from the CPU allocator's own
-events (the profiler's), parameters, buffers and batch not included. The shapes put the peak in
-different places:
+captured graph, or with dropout the emitted program: what autograd keeps is read by its hooks, the
+peak from the CPU allocator's own events (the profiler's), parameters, buffers and batch not
+included. The shapes put the peak in different places:
 
     act   long sequences, few parameters: at the start of the backward, inside a layer
     par   few tokens, wide layers: at the end of the backward, in the gradients
@@ -16,6 +16,10 @@ With --recompute full the layers keep nothing and run again in the backward, in 
 with --recompute selective they keep what the planner chooses. With --chunked-loss losses make their
 logits in chunks (the pin chunked_loss), where they can. --slices N is about the programs of 8 ranks
 under ZeRO 3 in their place, one sample a rank: their largest operators in up to N slices.
+
+With --budgets N it draws N plans at random, model, mechanism, ranks and budget, and holds what a
+step of the emitted program takes against the budget (measuring/budgets.py). The table has the error
+of the prediction per mechanism; exits 1 where one plan is above its budget.
 """
 
 import sys
@@ -31,6 +35,7 @@ import transformers
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # support/
 
+from measuring.budgets import Models, drawn, outcome, summary
 from measuring.operator_slices import NUM_RANKS, sliced_peaks
 from support.models.recompute import recomputed, selective
 from support.programs.memory import (
@@ -183,8 +188,8 @@ def batch_for(model: nn.Module, s: Shape) -> dict[str, torch.Tensor]:
 def measured(
     model: nn.Module, step: RealStep, program: EmittedProgram, batch: dict[str, torch.Tensor]
 ) -> tuple[int, int]:
-    """(bytes kept after the forward, bytes at the worst moment)."""
-    if any(region.recompute != "none" for region in program.regions):
+    """(bytes kept after the forward, bytes at the worst moment). Dropout is as programs draw it."""
+    if model.training or any(region.recompute != "none" for region in program.regions):
         emitted = EmittedStep(model, step.captured, program, batch)
         return emitted.counted_kept_bytes(), allocator_peak_bytes(emitted.train)
 
@@ -220,7 +225,7 @@ def row(family: str, s: Shape, dropout: float, recompute: Recompute, is_chunked:
     )
     seconds = time.perf_counter() - start
     inputs = sum(t.nbytes for t in batch.values())
-    peak = estimate.gradients + estimate.activations + estimate.transient - inputs
+    peak = estimate.gradients + estimate.activations + estimate.transient + estimate.loss - inputs
     saved = sum(kept[i.region] for i in step.folded.instances)
     real, worst = measured(model, step, emit_typed(step.folded, typings, costs), batch)
     return (
@@ -247,19 +252,49 @@ def print_sliced(families: str, dropout: float, most: int) -> None:
                 print(f"{family:8} {s.name:4} {count:6} {text} {error:+.2%}", flush=True)
 
 
+def print_budgets(count: int, seed: int) -> bool:
+    """A line per plan, then one per mechanism. Returns whether all are in their budget."""
+    models, found = Models(), []
+    print(f"{'':32} {'budget':>9} {'predicted':>9} {'counted':>9} error")
+    for draw in drawn(count, seed):
+        name = f"{draw.family:8} {draw.mechanism:20} {draw.num_ranks}"
+        one = outcome(draw, models)
+        if one is None:
+            print(f"{name:32} no such plan", flush=True)
+            continue
+        found.append(one)
+        sizes = " ".join(f"{x / MIB:9.4f}" for x in (one.budget, one.predicted, one.counted))
+        above = "" if one.fits else ", ABOVE THE BUDGET"
+        print(f"{name:32} {sizes} {one.error:+.2%} {one.strategy}{above}", flush=True)
+    print("\n".join(summary(found)))
+    above = sum(not x.fits for x in found)
+    print(f"{len(found)} plans, {above} above their budget")
+    return not above
+
+
 @click.command()
 @click.option("--families", default=",".join(FAMILIES), help="Comma-separated.")
 @click.option("--dropout", default=0.0, help="Of the families that have dropout.")
 @click.option("--recompute", type=click.Choice(get_args(Recompute)), default="none")
 @click.option("--chunked-loss", is_flag=True, help="Losses make their logits in chunks.")
 @click.option("--slices", type=click.IntRange(2), help="Operators in slices under ZeRO 3.")
+@click.option("--budgets", type=click.IntRange(1), help="Random plans under budgets.")
+@click.option("--seed", default=0, help="Of these.")
 def main(
-    families: str, dropout: float, recompute: Recompute, chunked_loss: bool, slices: int | None
+    families: str,
+    dropout: float,
+    recompute: Recompute,
+    chunked_loss: bool,
+    slices: int | None,
+    budgets: int | None,
+    seed: int,
 ) -> None:
     """Print the table, sizes in MiB, seconds to predict with all probes new."""
     torch.set_num_threads(1)
     # oneDNN convolutions take scratch memory that no dispatcher sees.
     torch.backends.mkldnn.enabled = False
+    if budgets:
+        sys.exit(0 if print_budgets(budgets, seed) else 1)
     if slices:
         print_sliced(families, dropout, slices)
         return

@@ -138,8 +138,9 @@ def peak_of(plan: Plan, traits: Traits) -> float:
     what it keeps changes as all of a microbatch does."""
     saved = sum(region.num_instances * region.saved_bytes for region in plan.regions)
     kept = (traits.score_bytes - traits.regathered_bytes) / max(saved, 1)
+    activations = plan.memory.activations + plan.memory.loss
     gradients = (1 - traits.gradient_share) * plan.memory.gradients
-    return plan.memory.peak - gradients + max(-1.0, kept) * plan.memory.activations
+    return plan.memory.peak - gradients + max(-1.0, kept) * activations
 
 
 def step_s_of(plan: Plan, traits: Traits) -> float:

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 from meshfold.ir.cluster import ClusterSpec
 from meshfold.ir.limits import Bytes, Count, Flops, Instances, Positive, Seconds
+from meshfold.ir.memory_estimate import MemoryEstimate
 from meshfold.ir.mesh import Mesh
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.options import CHAINED_CHUNKS, Mode, Precision
@@ -190,6 +191,17 @@ class StageCosts:
     """Microbatches whose activations are saved at the worst moment of the device."""
     peak_bytes: Bytes
     """Of the device, with all of its stages where there are several."""
+    memory: MemoryEstimate | None = None
+    """The same by component; None in the plan of an older meshfold."""
+    microbatch_bytes: Bytes = 0
+    """Activations that the stage keeps of one microbatch."""
+
+    def __post_init__(self) -> None:
+        if self.memory is not None and self.memory.peak != self.peak_bytes:
+            raise ValueError(
+                f"components of memory add up to {self.memory.peak} bytes, but peak_bytes is "
+                f"{self.peak_bytes}; plan again"
+            )
 
 
 @dataclass(frozen=True)
@@ -199,39 +211,6 @@ class StagePlan:
     runs: tuple[RegionRun, ...]
     costs: StageCosts | None = None
     """None for a step without microbatches."""
-
-
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes per device at the moment of the peak, by component."""
-
-    parameters: Bytes
-    gradients: Bytes
-    optimizer: Bytes
-    activations: Bytes
-    gathered_parameters: Bytes
-    buckets: Bytes
-    transient: Bytes
-    reserve: Bytes
-    capacity: Bytes
-    """The budget."""
-
-    @property
-    def peak(self) -> Bytes:
-        return (
-            self.parameters
-            + self.gradients
-            + self.optimizer
-            + self.activations
-            + self.gathered_parameters
-            + self.buckets
-            + self.transient
-            + self.reserve
-        )
-
-    @property
-    def fits(self) -> bool:
-        return self.peak <= self.capacity
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from meshfold.cost_models.memory.op_memory import (
 )
 from meshfold.ir.custom_ops import OfShapes
 from meshfold.ir.op_graph import Arg, Hole, Ref, Symbol
+from meshfold.memory_probe.dropout import emitted_dropout
 from meshfold.memory_probe.linear import linear_at_size, linear_samples
 from meshfold.memory_probe.pointwise import at_size, pointwise_sample
 from meshfold.memory_probe.recurrence import at_length, recurrence_samples
@@ -202,7 +203,8 @@ class _Run:
         known = self.key.custom.function if self.key.custom else None
         if isinstance(known, FunctionOp):
             return known.tensors_without_storage
-        return torch_target(self.key.target)
+        emitted = emitted_dropout(self.key.target, self.device)
+        return emitted or torch_target(self.key.target)
 
     def backward(self) -> None:
         wanted = [k for k, t in enumerate(self.operands) if t.requires_grad]

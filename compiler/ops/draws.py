@@ -92,13 +92,26 @@ def global_indices(
 ) -> Tensor:
     """Linear indices, in the tensor of the full batch, of the elements of this rank's shard in this
     microbatch. shape: of a microbatch on all ranks."""
+    index = torch.zeros((), dtype=torch.int64, device=context.device)
+    for summand in index_summands(context, shape, digits, batch_slice):
+        index = index + summand
+    return index
+
+
+def index_summands(
+    context: StepContext,
+    shape: tuple[int, ...],
+    digits: tuple[ShardDigits, ...],
+    batch_slice: BatchSlice,
+) -> list[Tensor]:
+    """The same as what each dim adds to an index: one tensor per dim, 1 long in all others."""
     dim, blocks, num_microbatches = batch_slice
     full = [size * num_microbatches if d == dim else size for d, size in enumerate(shape)]
-    index = torch.zeros((), dtype=torch.int64, device=context.device)
+    found = []
     for d, size in enumerate(full):
         indices = shard_indices_of(context.mesh, digits[d])
         if d == dim and num_microbatches > 1:
             indices = shard_indices_of_microbatch(context, digits[d], blocks, num_microbatches)
-        local = local_indices(size, indices, context.device)
-        index = index.unsqueeze(-1) + local * math.prod(full[d + 1 :])
-    return index
+        local = local_indices(size, indices, context.device) * math.prod(full[d + 1 :])
+        found.append(local.reshape(-1, *[1] * (len(full) - d - 1)))
+    return found

@@ -23,7 +23,7 @@ from meshfold.ops.collective_matmul import all_gather_matmul, matmul_reduce_scat
 from meshfold.ops.counter_rng import keep_mask, stream_key
 from meshfold.ops.distributed_cumsum import cumsum
 from meshfold.ops.distributed_index import put_rows, take_rows
-from meshfold.ops.draws import BatchSlice, global_indices, local_draw
+from meshfold.ops.draws import BatchSlice, index_summands, local_draw
 from meshfold.ops.embedding_bag import local_bags
 from meshfold.ops.expert_dispatch import combine, dispatch
 from meshfold.ops.fused.linear_cross_entropy import linear_class_losses
@@ -36,6 +36,9 @@ from meshfold.sharding.slicing import (
     locate_indices,
     num_valid_rows,
 )
+
+MASK_PARTS = 8
+"""In which the mask of a dropout is made."""
 
 
 def divide_by_ranks(context: StepContext, x: Tensor, axes: Axes) -> Tensor:
@@ -246,9 +249,23 @@ def dropout_mask(
     digits: tuple[ShardDigits, ...],
     batch_slice: BatchSlice,
 ) -> Tensor:
-    """This rank's shard, in this microbatch, of the mask of elements that are not dropped."""
-    index = global_indices(context, shape, digits, batch_slice)
-    return keep_mask(index, stream_key(*context.rng, *site), 1.0 - probability)
+    """This rank's shard, in this microbatch, of the mask of elements that are not dropped. It is
+    made part by part: numbers are hashed in several int64 per element of one byte."""
+    summands = index_summands(context, shape, digits, batch_slice)
+    sizes = [summand.numel() for summand in summands]
+    mask = torch.empty(sizes, dtype=torch.bool, device=context.device)
+    longest = max(range(len(sizes)), key=lambda d: sizes[d], default=0)
+    key, size = stream_key(*context.rng, *site), sizes[longest] if sizes else 1
+    step = max(1, -(-size // MASK_PARTS))
+    for first in range(0, size, step):
+        count = min(step, size - first)
+        index = torch.zeros((), dtype=torch.int64, device=context.device)
+        for d, summand in enumerate(summands):
+            is_cut = d == longest
+            index = index + (summand.narrow(0, first, count) if is_cut else summand)
+        part = mask.narrow(longest, first, count) if sizes else mask
+        part.copy_(keep_mask(index, key, 1.0 - probability))
+    return mask
 
 
 def attention(

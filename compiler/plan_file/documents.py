@@ -19,8 +19,9 @@ from pydantic_core.core_schema import (
 
 from meshfold.ir.cluster import ClusterSpec, DeviceSpec
 from meshfold.ir.limits import MOST_INSTANCES, MOST_NUMBER, Count, Positive, Seconds
+from meshfold.ir.memory_estimate import MemoryEstimate
 from meshfold.ir.mesh import Mesh
-from meshfold.ir.plan import MemoryEstimate, Plan, RegionPlan, SearchStats, TimeEstimate
+from meshfold.ir.plan import Plan, RegionPlan, SearchStats, TimeEstimate
 from meshfold.ir.spmd import Layout
 from meshfold.ir.step_events import CollectiveEvent, Event, SimulatedStep, StepEvents
 from meshfold.ir.strategy import (

@@ -10,21 +10,19 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from meshfold.ir.cluster import MEMORY_MARGIN
 from meshfold.ir.plan import Plan, RegionPlan, RegionRun, StagePlan
 from meshfold.plan_file.text import write_layout
 from meshfold.report.hybrid_shard import hybrid_shard_text
+from meshfold.report.memory import memory_view
 from meshfold.report.search import proof_text, search_view, share_text
 from meshfold.report.step_time import (
     NOTHING,
     by_axis_text,
-    memory_band_text,
     precision_text,
     step_view,
 )
 from meshfold.report.tables import indented, section, table_of
 from meshfold.report.terminal import lines_view
-from meshfold.report.waterfall import Waterfall
 from meshfold.units import bytes_text, count_text, seconds_text
 
 NOTABLE = 0.995
@@ -50,7 +48,7 @@ def summary_view(plan: Plan) -> RenderableType:
         _headline(plan),
         *_mix(plan),
         step_view(plan),
-        section(_memory_title(plan), _memory(plan)),
+        *memory_view(plan),
         *_stages(plan),
         section("Against the baselines", _baselines_table(plan)),
         *_notes(plan),
@@ -142,45 +140,6 @@ def _stage_cells(stage: StagePlan) -> list[str]:
 
 def _run_text(run: RegionRun) -> str:
     return run.region if run.count == 1 else f"{run.region}x{run.count}"
-
-
-def _memory_title(plan: Plan) -> str:
-    memory = plan.memory
-    share = f", {100 * memory.peak / memory.capacity:.0f} %" if memory.capacity else ""
-    return f"Peak memory {bytes_text(memory.peak)} of {bytes_text(memory.capacity)}{share}"
-
-
-def _budget(plan: Plan) -> str:
-    """Whose the budget is, and what is left of a device beside it."""
-    budget, device = plan.memory.capacity, plan.cluster.memory_bytes
-    if budget == plan.cluster.budget_bytes:
-        return (
-            f"{100 * MEMORY_MARGIN:.0f} % of the device's {bytes_text(device)} are left free as a "
-            f"margin, --memory states another budget; {memory_band_text()}"
-        )
-    return f"the budget was stated; a device has {bytes_text(device)}; {memory_band_text()}"
-
-
-def _memory(plan: Plan) -> RenderableType:
-    memory = plan.memory
-    parts = (
-        ("parameters", memory.parameters),
-        ("gradients", memory.gradients),
-        ("optimizer states", memory.optimizer),
-        ("activations", memory.activations),
-        ("gathered parameters", memory.gathered_parameters),
-        ("buckets", memory.buckets),
-        ("transient", memory.transient),
-        ("reserve", memory.reserve),
-        ("free", max(0, memory.capacity - memory.peak)),
-    )
-    bars = tuple((label, amount, bytes_text(amount)) for label, amount in parts[:-1])
-    free = parts[-1]
-    return Group(
-        Waterfall(bars, memory.capacity),
-        Text(f"  {free[0]:<19}  {bytes_text(free[1]):>{max(len(t) for _, _, t in bars)}}"),
-        indented(Text(_budget(plan), style="dim")),
-    )
 
 
 def _baselines_table(plan: Plan) -> RenderableType:

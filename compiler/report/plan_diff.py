@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshfold.ir.plan import MemoryEstimate, Plan, RegionPlan
+from meshfold.ir.memory_estimate import MemoryEstimate
+from meshfold.ir.plan import Plan, RegionPlan
 from meshfold.plan_file.text import write_layout
 from meshfold.report.tables import indented, section, table_of
 from meshfold.units import bytes_text, seconds_text

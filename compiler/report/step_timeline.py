@@ -15,6 +15,7 @@ from meshfold.cost_models.simulation.streams import Transfer
 from meshfold.errors import OptionError
 from meshfold.ir.plan import Plan
 from meshfold.ir.step_events import OverlapRow, SimulatedStep
+from meshfold.report.memory_curve import MemoryCurve, level_row
 from meshfold.report.pipeline_timeline import (
     COLUMNS,
     MICROSECONDS,
@@ -38,7 +39,6 @@ LEGEND = (
     "all-to-all,\nk keys that go round; large where compute waits for most of it; memory in "
     "eighths of its peak"
 )
-LEVELS = "▁▂▃▄▅▆▇█"
 HALF, QUARTER = 0.5, 0.25
 """Of a cell: compute is blank where it mostly waits, a link where it is hardly used."""
 OPTIMIZER = -1
@@ -93,7 +93,8 @@ def timeline_text(simulation: Simulation, links: Sequence[str]) -> str:
         if members:
             marks = ((t.start_s, t.end_s, _letter(t)) for t in members)
             rows.append((link, _row(marks, step.step_s, QUARTER)))
-    rows.append(("memory", _memory_row(simulation.memory, step)))
+    curve = MemoryCurve("", simulation.memory, step.step_s)
+    rows.append(("memory", level_row(curve, COLUMNS, step.peak_bytes)))
     rows = [(escaped(name), row) for name, row in rows]
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  |{row}|" for name, row in rows]
@@ -156,20 +157,6 @@ def _row(marks: Iterable[tuple[float, float, str]], step_s: float, least: float)
         is_idle = sum(cell.values()) < least * cell_s
         found.append(" " if is_idle else max(cell, key=cell.__getitem__))
     return "".join(found)
-
-
-def _memory_row(memory: Sequence[tuple[float, int]], step: SimulatedStep) -> str:
-    """The most of every cell, in eighths of the peak."""
-    cells, step_s = [0] * COLUMNS, step.step_s or 1.0
-    ends = [start_s for start_s, _ in memory[1:]] + [step.step_s]
-    for (start_s, num_bytes), end_s in zip(memory, ends, strict=True):
-        first = min(int(start_s / step_s * COLUMNS), COLUMNS - 1)
-        last = min(int(end_s / step_s * COLUMNS), COLUMNS - 1)
-        for k in range(first, last + 1):
-            cells[k] = max(cells[k], num_bytes)
-    # Before the first event there is what it begins with.
-    cells = [n or memory[0][1] for n in cells]
-    return "".join(LEVELS[min(7, 8 * n // max(step.peak_bytes, 1))] for n in cells)
 
 
 def timeline_json(simulation: Simulation) -> str:

@@ -85,7 +85,7 @@ def needed_bytes(plan: Plan) -> int:
     the unsharded model with the global batch, which every one of them runs, too."""
     memory = plan.memory
     rank = WIDENING * (memory.peak - memory.reserve)
-    batch = WIDENING * memory.activations * plan.world_size
+    batch = WIDENING * (memory.activations + memory.loss) * plan.world_size
     return plan.world_size * (rank + batch + STATES * FLOAT64_BYTES * plan.model.num_parameters)
 
 

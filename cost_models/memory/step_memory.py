@@ -7,7 +7,8 @@ instance j saves, F_i and B_i the worst moments inside i, and G_j gradients of p
     backward i   sum_{j<i} S_j + B_i + sum_{j>i} G_j           (B_i includes S_i)
     reduction i  sum_{j<i} S_j + R_i + buckets + sum_{j>i} G_j (R_i: when i's gradients are there,
                  and values that its last steps saved are gone)
-    sums         G + two gradients of one parameter + their sum, made anew (measured)
+    sums         G + two gradients of one parameter + their sum, made anew (measured), unless the
+                 first one can be added to
     optimizer    states + G + what the optimizer itself needs; no activations
 
 The head is an instance like any other. Also alive, over ranges of moments:
@@ -27,58 +28,20 @@ while activations shrink.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Literal
 
 from meshfold.cost_models.memory.live_ranges import RegionMemory
+from meshfold.cost_models.memory.parameter_uses import ParameterSums, ParameterUse
 from meshfold.cost_models.memory.value_gradients import value_gradients
 from meshfold.cost_models.op_costs.optimizers import Update
-from meshfold.ir.plan import MemoryEstimate
+from meshfold.ir.memory_estimate import MemoryEstimate
 
 InstanceOutput = tuple[int, int]
 """(instance, output)."""
 
-
-How = Literal["direct", "reduced", "cast", "gathered"]
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterUse:
-    """One parameter slot of an instance, in bytes of one rank."""
-
-    slot: int
-    """The tensor of the local program that stands for it."""
-    stored_bytes: int
-    """Bytes between steps."""
-    used_bytes: int
-    """Bytes as the ops read it."""
-    flat_bytes: int
-    """Bytes of its gradient in a buffer that is reduced."""
-    gradient_bytes: int
-    """Bytes of its gradient that stay on this rank."""
-    how: How
-    """ "direct": its gradient goes straight to .grad; "cast": read in another dtype than it is
-    stored in; "reduced": gradient all-reduced in a group, perhaps cast; "gathered": all-gathered,
-    perhaps cast, gradient reduce-scattered."""
-    name: str = ""
-    """Name of a parameter that has other uses, too."""
-    copy_bytes: int = 0
-    """Bytes of a copy in the dtype that ops read, where nothing is gathered."""
-    is_unbucketed: bool = False
-    """Whether it has its own collective, whose buffer is the gradient itself."""
-
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes of the gradient, after its reduction."""
-        return min(self.stored_bytes, self.gradient_bytes)
-
-    @property
-    def in_flight_bytes(self) -> int:
-        """What is alive one region longer: a gradient that leaves, the buffer of a
-        reduce-scatter."""
-        leaving = self.stored_bytes - self.resident_bytes
-        return leaving + (self.flat_bytes if self.how == "gathered" else 0)
+NO_LOSS = -1
+"""In place of an instance."""
 
 
 @dataclass(frozen=True)
@@ -119,10 +82,12 @@ class _Moment:
     gathered: int
     buckets: int
     transient: int
+    loss: int = 0
 
     @property
     def total(self) -> int:
-        return self.gradients + self.activations + self.gathered + self.buckets + self.transient
+        kept = self.gradients + self.activations + self.gathered + self.buckets
+        return kept + self.transient + self.loss
 
 
 def compose_step(
@@ -132,12 +97,14 @@ def compose_step(
     *,
     reserve_bytes: int,
     capacity_bytes: int,
+    loss: int = NO_LOSS,
 ) -> tuple[MemoryEstimate, tuple[int, ...]]:
     """(bytes by component at the worst moment, bytes that each instance saves for its backward).
 
-    model_outputs are resident to the end.
+    model_outputs are resident to the end. loss: the instance that computes the loss, whose insides
+    are a component of their own.
     """
-    timeline = _Timeline(instances, model_outputs)
+    timeline = _Timeline(instances, model_outputs, loss)
     stepping = _Moment(timeline.final_gradients, 0, 0, 0, states.update.step_bytes)
     worst = max([*timeline.moments(), *timeline.sums_of_uses(), stepping], key=lambda m: m.total)
     estimate = MemoryEstimate(
@@ -150,6 +117,7 @@ def compose_step(
         transient=worst.transient,
         reserve=reserve_bytes,
         capacity=capacity_bytes,
+        loss=worst.loss,
     )
     return estimate, tuple(timeline.saved)
 
@@ -187,24 +155,6 @@ class _Ranges:
         return list(accumulate(self._changes))[:-1]
 
 
-class _ParameterSums:
-    """Bytes of the parameters of one instance. gathered, copied: as they are used; flat, result: of
-    the buckets that are reduced, and of what comes out. Of uses that share no parameter: gradients
-    that stay, and what is in flight one region longer; shared: the other uses."""
-
-    def __init__(self, memory: RegionMemory, uses: Sequence[ParameterUse]) -> None:
-        trained = [u for u in uses if memory.slot_gradient_bytes[u.slot]]
-        bucketed = [u for u in trained if u.how != "direct"]
-        untied = [u for u in trained if not u.name]
-        self.gathered = sum(u.used_bytes for u in uses if u.how == "gathered")
-        self.copied = sum(u.copy_bytes for u in uses)
-        self.flat = sum(u.flat_bytes for u in bucketed if not u.is_unbucketed)
-        self.result = sum(u.stored_bytes for u in bucketed if u.how != "cast")
-        self.resident = sum(u.resident_bytes for u in untied)
-        self.in_flight = sum(u.in_flight_bytes for u in untied)
-        self.shared = [u for u in trained if u.name]
-
-
 class _Timeline:
     """What is alive outside of the instance that runs, at each of the 2 n moments."""
 
@@ -212,8 +162,10 @@ class _Timeline:
         self,
         instances: Sequence[InstanceMemory],
         model_outputs: Sequence[InstanceOutput],
+        loss: int = NO_LOSS,
     ) -> None:
         self.instances = instances
+        self.loss = loss
         self.sums = _sums_of(instances)
         self.last = 2 * len(instances) - 1
         self.saved = [0 if i.is_offloaded else i.memory.saved_bytes for i in instances]
@@ -251,21 +203,33 @@ class _Timeline:
         for i, instance in enumerate(self.instances):
             memory, ahead = instance.memory, next_gathered[i]
             here = gathered[i] + self.sums[i].copied + unsharded[i]
-            found.append(_Moment(0, activations[i], here + ahead, 0, memory.forward_peak_bytes))
+            forward = _Moment(0, activations[i], here + ahead, 0, memory.forward_peak_bytes)
+            found.append(self._with_loss(forward, i, 0, memory.forward_peak_bytes))
             t = self.backward(i)
             here += unsharded[t] - unsharded[i]
             behind = previous_gathered[i]
             inside = memory.backward_peak_bytes - memory.saved_bytes + value_gradients[t]
             saved = activations[t] + memory.saved_bytes
-            found.append(_Moment(gradients[t], saved, here + behind, in_flight[t], inside))
+            backward = _Moment(gradients[t], saved, here + behind, in_flight[t], inside)
+            working = inside - value_gradients[t]
+            found.append(self._with_loss(backward, i, memory.saved_bytes, working))
             sums = self.sums[i]
             inside = memory.reduction_bytes + value_gradients[t]
             buckets = in_flight[t] + sums.flat + sums.result
             if sums.flat or sums.result:
                 behind += unsharded[t]
                 held = activations[t] - self.done[i]
-                found.append(_Moment(gradients[t], held, behind, buckets, inside))
+                reduction = _Moment(gradients[t], held, behind, buckets, inside)
+                found.append(self._with_loss(reduction, i, 0, memory.reduction_bytes))
         return found
+
+    def _with_loss(self, moment: _Moment, instance: int, saved: int, working: int) -> _Moment:
+        """A moment of `instance`. saved, working: what it holds inside, among activations and
+        transient."""
+        if instance != self.loss:
+            return moment
+        activations, transient = moment.activations - saved, moment.transient - working
+        return replace(moment, activations=activations, transient=transient, loss=saved + working)
 
     def _add_saved(self, i: int, instance: InstanceMemory) -> None:
         """What instance i saves inside, between its forward and its backward. Offloaded, it leaves
@@ -350,6 +314,7 @@ class _Timeline:
     def sums_of_uses(self) -> list[_Moment]:
         """When two gradients of one parameter are added up, those from buckets at the end."""
         num_parts: Counter[tuple[str, bool]] = Counter()
+        in_place: dict[str, bool] = {}
         gradients, activations = self.gradients.totals(), self.activations.totals()
         at_end, found = gradients[self.last] + self.last_resident, list[_Moment]()
         for i in reversed(range(len(self.instances))):
@@ -357,21 +322,24 @@ class _Timeline:
             for use in self.sums[i].shared:
                 is_direct, size = use.how == "direct", use.resident_bytes
                 num_parts[use.name, is_direct] += not use.is_unbucketed
+                if is_direct:
+                    # The first gradient is there until the last one was added.
+                    made = 0 if in_place.setdefault(use.name, use.adds_in_place) else size
                 if num_parts[use.name, is_direct] > 1 and is_direct:
-                    found.append(_Moment(gradients[t], activations[t], 0, 0, own + size))
+                    found.append(_Moment(gradients[t], activations[t], 0, 0, own + made))
                 elif num_parts[use.name, is_direct] > 1:
                     found.append(_Moment(at_end, 0, 0, 0, size))
         return found
 
 
-def _sums_of(instances: Sequence[InstanceMemory]) -> list[_ParameterSums]:
+def _sums_of(instances: Sequence[InstanceMemory]) -> list[ParameterSums]:
     """The sums of each instance; those with the same objects share one."""
-    known: dict[tuple[int, int], _ParameterSums] = {}
+    known: dict[tuple[int, int], ParameterSums] = {}
     found = []
     for instance in instances:
         key = id(instance.memory), id(instance.parameters)
         if key not in known:
-            known[key] = _ParameterSums(instance.memory, instance.parameters)
+            known[key] = ParameterSums(instance.memory, instance.parameters)
         found.append(known[key])
     return found
 

@@ -20,8 +20,8 @@ from meshfold.cost_models.memory.op_memory import (
     TensorSpec,
     dense_spec,
 )
+from meshfold.cost_models.memory.parameter_uses import How, ParameterUse
 from meshfold.cost_models.memory.recomputation import LocalStep
-from meshfold.cost_models.memory.step_memory import How, ParameterUse
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.conversion_step import Step
 from meshfold.ir.op_graph import Arg, Hole, OpGraph, Ref, SlotKind
@@ -34,6 +34,7 @@ from meshfold.passes.price.parameter_groups import changed_axes, is_unbucketed, 
 from meshfold.passes.price.parameters import local_bytes, stored_bytes
 from meshfold.passes.rules.localize import localize
 from meshfold.passes.rules.ops.attention import RING_ATTENTION, ring_call
+from meshfold.passes.rules.ops.loss import LINEAR_CROSS_ENTROPY
 
 Probe = Callable[[ProbeKey], OpProbe]
 
@@ -132,8 +133,17 @@ class LocalProgramBuilder:
                 copied = here if is_copy else 0
                 found.append((v, replace(use, copy_bytes=copied, is_unbucketed=is_unbucketed)))
             if not runtime:
-                found.append((v, ParameterUse(v, stored, here, stored, stored, "direct")))
+                use = ParameterUse(v, stored, here, stored, stored, "direct")
+                found.append((v, replace(use, adds_in_place=self._makes_own_gradient(v))))
         return tuple(found)
+
+    def _makes_own_gradient(self, v: int) -> bool:
+        """Whether all that reads a parameter makes its gradient as a chunked loss does: a linear
+        layer gives a transposed view (both measured, with the allocator's events)."""
+        readers = [o for s, o in zip(self.steps, self.origins, strict=True) if v in s.operands]
+        return all(
+            isinstance(o, int) and self.graph.ops[o].target == LINEAR_CROSS_ENTROPY for o in readers
+        )
 
     def _is_unbucketed(self, v: int, used: Layout) -> bool:
         stored, used, costs = stored_use(self.arriving[v], used, self.costs)

@@ -14,10 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshfold.cost_models.memory.live_ranges import LocalProgram, RegionMemory, simulate_region
-from meshfold.cost_models.memory.step_memory import InstanceMemory, ParameterUse, compose_step
+from meshfold.cost_models.memory.parameter_uses import ParameterUse
+from meshfold.cost_models.memory.step_memory import (
+    NO_LOSS,
+    InstanceMemory,
+    compose_step,
+)
 from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.ir.memory_estimate import MemoryEstimate
 from meshfold.ir.op_graph import FoldedGraph, Instance, OpGraph, SourceKind
-from meshfold.ir.plan import MemoryEstimate
 from meshfold.ir.spmd import Layout
 from meshfold.ir.strategy import KeptResults, Offload, OpTyping, Recompute, RegionTyping
 from meshfold.passes.graph.reads import ProgramReads, program_reads
@@ -89,6 +94,7 @@ class MemoryModel:
             program_states(folded, typings, self.costs.mesh, offloads, reads, optimizer=optimizer),
             reserve_bytes=reserve_bytes,
             capacity_bytes=capacity_bytes,
+            loss=loss_instance(folded),
         )
         by_region = [0] * len(folded.regions)
         for instance, num_bytes in zip(folded.instances, saved, strict=True):
@@ -190,6 +196,14 @@ class MemoryModel:
             program = new.build()
             self._latest = _Written(key, graph, program, new.parameter_uses(), tuple(new.origins))
         return self._latest
+
+
+def loss_instance(folded: FoldedGraph) -> int:
+    """The instance that computes the loss; NO_LOSS where there is none, or no other instance."""
+    if not folded.outputs or not folded.returns.has_loss or len(folded.instances) < 2:
+        return NO_LOSS
+    source = folded.outputs[0].source
+    return source.instance if source.kind is SourceKind.VALUE else NO_LOSS
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,9 +5,10 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 
 from meshfold.errors import InfeasibleError
+from meshfold.ir.memory_estimate import MemoryEstimate
 from meshfold.ir.mesh import Mesh
 from meshfold.ir.op_graph import FoldedGraph
-from meshfold.ir.plan import MemoryEstimate, TimeEstimate
+from meshfold.ir.plan import TimeEstimate
 from meshfold.ir.strategy import RegionTyping, UniformStrategy
 from meshfold.passes.graph.variants import most_used
 from meshfold.passes.one_pass.candidates import StrategyCandidate

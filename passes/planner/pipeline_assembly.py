@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import TypeVar
 
 from meshfold._version import __version__
+from meshfold.ir.memory_estimate import MemoryEstimate
 from meshfold.ir.mesh import Mesh
 from meshfold.ir.plan import (
     Alternative,
     ConversionRecord,
-    MemoryEstimate,
     ModelInfo,
     Plan,
     PricedStrategy,
@@ -27,12 +27,14 @@ from meshfold.ir.spmd import INVARIANT, Layout
 from meshfold.ir.strategy import KeptResults, OpTyping, RegionTyping
 from meshfold.passes.fold.assemble import graph_fingerprint
 from meshfold.passes.graph.variants import most_used
+from meshfold.passes.memory.region import loss_instance
 from meshfold.passes.pipeline.layers import StrategyCosts
 from meshfold.passes.pipeline.problem import PipelineProblems
 from meshfold.passes.pipeline.search import PricedPipeline
 from meshfold.passes.pipeline.simulated import TypedPipeline
 from meshfold.passes.planner.assembly import losers, runs_of
 from meshfold.passes.planner.check import placements
+from meshfold.passes.stages.answer import Stage
 
 T = TypeVar("T")
 
@@ -127,16 +129,27 @@ def _data_axis(mesh: Mesh) -> str:
 
 def worst_memory(problems: PipelineProblems, found: PricedPipeline) -> MemoryEstimate:
     """The memory that the plan of a pipeline states: of the device that needs most."""
+    needs = found.plan.memory_bytes
+    return device_memory(problems, found, max(range(len(needs)), key=lambda i: (needs[i], -i)))
+
+
+def device_memory(problems: PipelineProblems, found: PricedPipeline, device: int) -> MemoryEstimate:
+    """The memory of one device, with all of its stages. The layer that works with most does so
+    while all that is ever in flight is kept."""
     problem = found.problem
-    numbers, layers = _of_device(found, found.plan.memory_bytes)
-    stages = [found.plan.stages[s] for s in numbers]
-    largest = max(layers, key=lambda x: x.workspace_bytes)
+    stages = [found.plan.stages[s] for s in found.plan.schedule.stages_of(device)]
+    numbers = [k for stage in stages for k in range(stage.first, stage.end)]
+    layers = [found.layers[k] for k in numbers]
+    at = max(numbers, key=lambda k: found.layers[k].workspace_bytes)
+    largest = found.layers[at]
     gathered = min(largest.gathered_bytes, largest.workspace_bytes)
-    activations = 0
-    for stage in stages:
-        inside = sum(x.activation_bytes for x in found.layers[stage.first : stage.end])
-        activations += stage.in_flight * (inside + int(problem.chain.resident_bytes[stage.first]))
-    update = sum(x.update_bytes for x in layers)
+    working = largest.workspace_bytes - gathered
+    activations = sum(stage.in_flight * microbatch_bytes(found, stage) for stage in stages)
+    loss = 0
+    if at == loss_instance(problem.tables.folded):
+        stage = next(stage for stage in stages if stage.first <= at < stage.end)
+        kept, working, loss = stage.in_flight * largest.activation_bytes, 0, working
+        activations, loss = activations - kept, loss + kept
     return MemoryEstimate(
         parameters=sum(x.parameter_bytes for x in layers),
         gradients=sum(x.gradient_bytes for x in layers),
@@ -144,10 +157,17 @@ def worst_memory(problems: PipelineProblems, found: PricedPipeline) -> MemoryEst
         activations=activations + problem.fixed_bytes - problems.reserve_bytes,
         gathered_parameters=gathered + sum(x.gathered_once_bytes for x in layers),
         buckets=0,
-        transient=largest.workspace_bytes - gathered + update,
+        transient=working + sum(x.update_bytes for x in layers),
         reserve=problems.reserve_bytes,
         capacity=problem.capacity_bytes,
+        loss=loss,
     )
+
+
+def microbatch_bytes(found: PricedPipeline, stage: Stage) -> int:
+    """Activations that a stage keeps of one microbatch, with what comes from the stage before."""
+    inside = sum(x.activation_bytes for x in found.layers[stage.first : stage.end])
+    return inside + int(found.problem.chain.resident_bytes[stage.first])
 
 
 class _Writer:
@@ -172,6 +192,8 @@ class _Writer:
             end_s=self.found.device_s[device],
             in_flight=stage.in_flight,
             peak_bytes=self.found.plan.memory_bytes[device] + self.found.problem.fixed_bytes,
+            memory=device_memory(self.problems, self.found, device),
+            microbatch_bytes=microbatch_bytes(self.found, stage),
         )
         return StagePlan(runs_of(self.split, range(stage.first, stage.end)), layer_costs)
 

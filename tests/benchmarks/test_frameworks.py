@@ -38,7 +38,7 @@ def plan_of(**fields: Any) -> Any:
             exposed_communication_s=3.0,
             bubble_s=0.5,
         ),
-        "memory": SimpleNamespace(peak=60e9, gradients=4e9, activations=40e9),
+        "memory": SimpleNamespace(peak=60e9, gradients=4e9, activations=40e9, loss=0),
         "regions": (SimpleNamespace(num_instances=2, saved_bytes=3e9),),
         "strategy": SimpleNamespace(microbatches=10, label="dp4 x tp2"),
         "schedule": None,

@@ -5,17 +5,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from support.models.hugging_face import tiny_model
 from support.processes.offload import cluster_with_hosts
 from support.programs.local_programs import stack_model
 from support.programs.memory import EmittedStep
+from support.programs.out_of_sight import Far, FarLink
 from torch import Tensor, nn
 
 from meshfold.capture.pipeline import capture
 from meshfold.codegen.emit.pass_pipeline import emit
 from meshfold.codegen.emit.region import emit_typed
-from meshfold.codegen.program.emitted import EmittedProgram
 from meshfold.cost_models.hardware.devices import cluster
 from meshfold.cost_models.hardware.mesh_placement import build_mesh
 from meshfold.errors import InfeasibleError
@@ -23,12 +22,9 @@ from meshfold.ir.options import CompileOptions
 from meshfold.ir.plan import Plan
 from meshfold.ir.strategy import Offload, UniformStrategy
 from meshfold.memory_probe.prober import OpProber
-from meshfold.offload.copies import device_copies
-from meshfold.offload.host_link import HostLink
 from meshfold.passes.memory.region import MemoryModel
 from meshfold.passes.planner.find import find_plan_for
 from meshfold.passes.region.typing import MeshSearch
-from meshfold.zero.host_side import NoHostSide
 
 STRATEGIES = (
     UniformStrategy(),
@@ -38,45 +34,6 @@ STRATEGIES = (
     UniformStrategy(tp=2),
     UniformStrategy(dp=2, tp=2, zero=3, sequence_parallel=True),
 )
-
-
-class Far(NoHostSide):
-    """A host that is out of sight: what it takes is gone. order: of the parameters that it took."""
-
-    def __init__(self, program: EmittedProgram, parameters: dict[str, nn.Parameter]) -> None:
-        copies = device_copies([program], parameters, ())
-        self.names = {id(parameters[c.name]): c.name for c in copies if c.has_one_use}
-        self.order: list[str] = []
-        for copy in copies:
-            parameters[copy.name].register_post_accumulate_grad_hook(self._leave)
-
-    def takes(self, shard: Tensor) -> bool:
-        return id(shard) in self.names
-
-    def take(self, shard: Tensor, gradient: Tensor) -> None:
-        self.order.append(self.names[id(shard)])
-
-    def _leave(self, parameter: Tensor) -> None:
-        if parameter.grad is not None and self.takes(parameter):
-            self.take(parameter, parameter.grad)
-        parameter.grad = None
-
-
-class FarLink(HostLink):
-    """Its host is out of sight, too. sizes: of what is away, by what stands for it."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-        self.sizes: dict[int, int] = {}
-        self.away: list[Tensor] = []
-
-    def on_host(self, source: Tensor) -> Tensor:
-        self.away.append(torch.empty(0, dtype=source.dtype))
-        self.sizes[id(self.away[-1])] = source.numel()
-        return self.away[-1]
-
-    def back(self, source: Tensor) -> Tensor:
-        return torch.zeros(self.sizes[id(source)], dtype=source.dtype)
 
 
 def offloaded_step(

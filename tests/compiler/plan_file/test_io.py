@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from support.programs.plans import BLOCK, example_plan
 
 from meshfold.errors import PlanFormatError
+from meshfold.ir.memory_estimate import MemoryEstimate
 from meshfold.ir.mesh import Mesh
-from meshfold.ir.plan import MemoryEstimate, Plan, StagePlan, TimeEstimate
+from meshfold.ir.plan import Plan, StagePlan, TimeEstimate
 from meshfold.ir.strategy import RegionTyping, UniformStrategy
 from meshfold.plan_file import io as plan_io
 from meshfold.plan_file.io import load_plan, plan_from_json, plan_to_json, save_plan

@@ -7,15 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshfold.cost_models.memory.live_ranges import RegionMemory
+from meshfold.cost_models.memory.parameter_uses import ParameterUse
 from meshfold.cost_models.memory.step_memory import (
+    NO_LOSS,
     InstanceMemory,
     InstanceOutput,
-    ParameterUse,
     States,
     compose_step,
 )
 from meshfold.cost_models.op_costs.optimizers import update_of
-from meshfold.ir.plan import MemoryEstimate
+from meshfold.ir.memory_estimate import MemoryEstimate
 
 NO_STATES = States(parameters=0, trained=0, buffers=0, inputs=0)
 
@@ -55,6 +56,7 @@ def compose(
     instances: list[InstanceMemory],
     states: States = NO_STATES,
     outputs: tuple[InstanceOutput, ...] = (),
+    loss: int = NO_LOSS,
 ) -> tuple[MemoryEstimate, tuple[int, ...]]:
     return compose_step(
         instances,
@@ -62,7 +64,17 @@ def compose(
         states,
         reserve_bytes=0,
         capacity_bytes=1000,
+        loss=loss,
     )
+
+
+def test_what_the_layer_of_the_loss_holds_is_its_own_component() -> None:
+    """The same bytes under another name, where the peak is inside that layer; none elsewhere."""
+    plain, _ = compose(chain(3))
+    for loss, inside in ((2, 170), (1, 0), (0, 0)):
+        found, _ = compose(chain(3), loss=loss)
+        assert (found.loss, found.peak) == (inside, plain.peak)
+        assert found.activations + found.transient + found.loss == 2 * 100 + 2 * 10 + 170
 
 
 def test_a_chain_peaks_when_the_last_backward_begins() -> None:
@@ -147,6 +159,19 @@ def test_a_value_lives_until_the_first_instance_that_keeps_it_is_done() -> None:
     # Live through instance 2's forward and backward, and instance 1's.
     assert estimate.activations == 1000 + 100 + 100 + 100
     assert kept == (1100, 100, 100)
+
+
+def test_a_gradient_that_its_op_made_is_added_to_in_place() -> None:
+    """Instance 1 runs backward first: what it made is there when instance 0 gives the second."""
+    first, last = with_weight(chain(2), 500, name="table")
+    assert compose([first, last])[0].peak == 500 + 10 + 20 + 500
+
+    def own(instance: InstanceMemory) -> InstanceMemory:
+        (use,) = instance.parameters
+        return replace(instance, parameters=(replace(use, adds_in_place=True),))
+
+    assert compose([own(first), last])[0].peak == 500 + 10 + 20 + 500
+    assert compose([first, own(last)])[0].peak < 500 + 10 + 20 + 500
 
 
 def test_a_value_that_nobody_keeps_is_gone_before_the_backward() -> None:

@@ -4,9 +4,9 @@ from functools import cache
 from typing import cast
 
 import pytest
-import torch
 from support.programs.events import PROBER, SCALAR
 from support.programs.memory import EchoMesh, local_part
+from support.programs.out_of_sight import NoPeers
 from support.programs.pipeline import ROWS, model_and_batch
 from torch import device, nn
 
@@ -23,8 +23,7 @@ from meshfold.passes.planner import pipeline_assembly
 from meshfold.passes.planner.find import find_plan_for
 from meshfold.runtime.batches import BatchReader
 from meshfold.runtime.pipeline_runner import PipelineRunner
-from meshfold.runtime.stage_p2p import Shapes, StageLinks
-from meshfold.torch_compat.dtypes import torch_dtype
+from meshfold.runtime.stage_p2p import StageLinks
 from meshfold.validation.collective_order import collectives_of
 
 BUCKETS = {"reduce_bucket_bytes": "40KB", "allgather_bucket_bytes": "40KB"}
@@ -62,25 +61,6 @@ def planned(
     options = typed.problems.options
     sizes = BucketSizes(options.reduce_bucket_pin, options.allgather_bucket_pin)
     return with_bucket_sizes(plan, sizes), typed
-
-
-class NoPeers:
-    """Links to other stages that send zeros (StageLinks)."""
-
-    def receive(self, device: int, action: object, number: int, shapes: Shapes) -> "NoPeers":
-        received = NoPeers()
-        received.values = [torch.zeros(s, dtype=torch_dtype(dtype)) for s, dtype in shapes]
-        return received
-
-    def wait(self, *who: object) -> list[torch.Tensor]:
-        return self.values
-
-    def send(self, *message: object) -> None: ...
-
-    def finish(self, action: object) -> None: ...
-
-    def broadcast(self, value: torch.Tensor, device: int) -> torch.Tensor:
-        return value
 
 
 def recorded(plan: Plan, rank: int = 0) -> Collectives:

@@ -28,6 +28,7 @@ from meshfold.cost_models.hardware.devices import cluster
 from meshfold.cost_models.hardware.mesh_placement import build_mesh
 from meshfold.cost_models.memory.step_memory import compose_step
 from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.ir.memory_estimate import MemoryEstimate
 from meshfold.ir.mesh import Mesh
 from meshfold.ir.op_graph import (
     Dependence,
@@ -47,7 +48,6 @@ from meshfold.ir.op_graph import (
     Value,
 )
 from meshfold.ir.options import Precision
-from meshfold.ir.plan import MemoryEstimate
 from meshfold.ir.spmd import Layout, parse_layout
 from meshfold.ir.strategy import OpTyping, Recompute, RegionTyping, UniformStrategy
 from meshfold.memory_probe.prober import OpProber
@@ -88,7 +88,7 @@ def predicted(step: RealStep) -> MemoryEstimate:
 
 def beside_states(estimate: MemoryEstimate) -> int:
     """What a run allocates: all but parameters and buffers; the batch is there before."""
-    return estimate.gradients + estimate.activations + estimate.transient
+    return estimate.gradients + estimate.activations + estimate.transient + estimate.loss
 
 
 @pytest.mark.parametrize("family", families("llama"))

@@ -11,9 +11,10 @@ from meshfold.codegen.program.emitted import EmittedProgram
 from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.cost_models.hardware.mesh_placement import build_mesh
 from meshfold.cost_models.simulation.step import simulate
+from meshfold.ir.memory_estimate import MemoryEstimate
 from meshfold.ir.op_graph import ITEM_BYTES
 from meshfold.ir.options import Precision
-from meshfold.ir.plan import MemoryEstimate, TimeEstimate
+from meshfold.ir.plan import TimeEstimate
 from meshfold.ir.step_events import StepEvents
 from meshfold.ir.strategy import UniformStrategy
 from meshfold.memory_probe.prober import OpProber

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from meshfold.cost_models.simulation.step import simulate
 from meshfold.ir.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
+from meshfold.ir.memory_estimate import MemoryEstimate
 from meshfold.ir.mesh import Mesh, MeshAxis
 from meshfold.ir.plan import (
     Alternative,
     ConversionRecord,
-    MemoryEstimate,
     MeshOutcome,
     ModelInfo,
     ParameterPlacement,
