@@ -29,12 +29,13 @@ from meshfold.ir.options import CompileOptions
 from meshfold.ir.plan import ModelInput, Plan, model_inputs
 from meshfold.memory_probe.prober import OpProber
 from meshfold.passes.fold.assemble import fingerprint
+from meshfold.passes.planner.assembly import PlanRequest
 from meshfold.passes.planner.best_mesh import Progress
-from meshfold.passes.planner.find import find_plan_for
+from meshfold.passes.planner.find import find_finalists, with_memory_note
 from meshfold.passes.planner.shared_work import SharedWork
 from meshfold.passes.split.as_planned import as_planned
 from meshfold.plan_file.io import load_plan
-from meshfold.refine.pipeline import refined
+from meshfold.refine.finalists import fastest
 from meshfold.training.agreement import NUM_COMPARED, agreed_states, states_text
 from meshfold.training.call_arguments import named_inputs
 from meshfold.training.compiled_model import CompiledModel
@@ -171,18 +172,20 @@ def plan_captured(
     cluster = _resolve(cluster_spec)
     check_output(captured)
     options = with_checkpointing(options, captured)
-    plan = find_plan_for(
+    request = PlanRequest(
         captured.graph,
         cluster,
         options,
-        model_name=model_name,
-        batch_size=batch_size_of(captured),
-        probe=probe or OpProber(),
-        progress=progress,
-        shared=shared,
-        prices_memory=prices_memory,
+        model_name,
+        batch_size_of(captured),
+        probe or OpProber(),
+        shared or SharedWork(),
+        wants_rivals=True,
     )
-    return refined(plan, as_planned(captured.graph, plan), options)
+    finalists = find_finalists(request, progress)
+    won = fastest(finalists, as_planned(captured.graph, finalists[0]), options)
+    priced = with_memory_note(won.finalist, request, prices_memory=prices_memory)
+    return replace(won.plan, notes=(*won.plan.notes, *priced.notes[len(won.finalist.notes) :]))
 
 
 def with_checkpointing(options: CompileOptions, captured: Captured) -> CompileOptions:

@@ -7,7 +7,7 @@ import click
 
 from meshfold.cli.arguments import Number, parse_pins
 from meshfold.ir.optimizers import OPTIMIZERS
-from meshfold.ir.options import PINS, CompileOptions, Mode, PrecisionChoice
+from meshfold.ir.options import PINS, CompileOptions, ModeChoice, PrecisionChoice
 from meshfold.ir.returns import ALL
 from meshfold.units import parse_bytes
 
@@ -51,11 +51,11 @@ def _what_runs() -> tuple[Callable[..., Any], ...]:
     )
     mode = click.option(
         "--mode",
-        type=click.Choice(get_args(Mode)),
-        default="eager",
+        type=click.Choice(get_args(ModeChoice)),
+        default="auto",
         show_default=True,
-        help="How a rank's program runs: as written, or scheduled, compute overlapping collectives "
-        "also inside of layers.",
+        help="How a rank's program runs: as written (eager), or scheduled, compute overlapping "
+        "collectives also inside of layers. auto: scheduled where that simulates to a faster step.",
     )
     optimizer = click.option(
         "--optimizer",
@@ -124,7 +124,7 @@ def _what_is_returned() -> tuple[Callable[..., Any], ...]:
 def compile_options(
     *,
     precision: PrecisionChoice,
-    mode: Mode,
+    mode: ModeChoice,
     optimizer: str,
     memory: str | None,
     pin: tuple[str, ...],

@@ -40,6 +40,10 @@ Mode = Literal["eager", "scheduled"]
 """How a rank's program runs: region graphs as written, with autograd's backward; or their segments
 in an order found with the cost model, in which compute overlaps collectives."""
 
+ModeChoice = Literal["auto", Mode]
+"""What a user asks for. "auto" is the mode in which the emitted program simulates to the shorter
+step, eager where both are as fast (meshfold.refine.finalists)."""
+
 ValueChecks = Literal["drop", "run"]
 """What becomes of the model's assertions on values of tensors: they are left out of the program, as
 they hold for every batch that trains and the host would wait for the device at each; or run in
@@ -186,7 +190,7 @@ class CompileOptions:
     """Names of integer inputs ("image_grid_thw") whose values are those of the example in every
     batch: Python may branch on them, and shapes may depend on them. A batch with other values is
     refused."""
-    mode: Mode = "eager"
+    mode: ModeChoice = "auto"
     allow_offload: bool = False
     """Let offload of optimizer states and of activations compete; else it is tried where nothing
     else fits."""
@@ -231,14 +235,14 @@ class CompileOptions:
             )
         if self.memory_bytes is not None and self.memory_bytes <= 0:
             raise OptionError(f"memory: {self.memory_bytes} bytes; write more than 0")
-        if self.mode not in get_args(Mode):
-            raise OptionError(f"mode {self.mode!r} is unknown; write eager or scheduled")
+        if self.mode not in get_args(ModeChoice):
+            raise OptionError(f"mode {self.mode!r} is unknown; write auto, eager or scheduled")
         if self.value_checks not in get_args(ValueChecks):
             raise OptionError(f"value_checks {self.value_checks!r} is unknown; write drop or run")
         if self.mode == "eager" and self.pins.get(MICRO_CHUNKS, 1) != 1:
             raise OptionError(
                 f"pin {MICRO_CHUNKS}={self.pins[MICRO_CHUNKS]}: regions run in micro-chunks in "
-                "mode scheduled alone; add --mode scheduled"
+                "mode scheduled alone; leave --mode eager out"
             )
         if self.precision not in get_args(PrecisionChoice):
             raise OptionError(
@@ -263,6 +267,13 @@ class CompileOptions:
         peaks = [group.device.peak_flops_per_s for group in cluster.groups]
         is_faster = all(p.get(narrow, 0.0) >= LEAST_ADVANTAGE * p["float32"] for p in peaks)
         return "bf16" if is_faster else "model"
+
+    @property
+    def modes(self) -> tuple[Mode, ...]:
+        """In which the program may run, the simpler first; the search writes plans in the first."""
+        if self.mode != "auto":
+            return (self.mode,)
+        return ("scheduled",) if self.pins.get(MICRO_CHUNKS, 1) != 1 else get_args(Mode)
 
     @property
     def captured_precision(self) -> Precision:

@@ -12,7 +12,7 @@ from meshfold.ir.limits import Bytes, Count, Flops, Instances, Positive, Seconds
 from meshfold.ir.memory_estimate import MemoryEstimate
 from meshfold.ir.mesh import Mesh
 from meshfold.ir.op_graph import FoldedGraph
-from meshfold.ir.options import CHAINED_CHUNKS, Mode, Precision
+from meshfold.ir.options import CHAINED_CHUNKS, Mode, ModeChoice, Precision
 from meshfold.ir.returns import SUM, Returns
 from meshfold.ir.spmd import Layout
 from meshfold.ir.step_events import SimulatedStep, StepEvents
@@ -309,6 +309,8 @@ class Plan:
     """What ops compute in; bf16 and fp16 keep parameters in float32."""
     mode: Mode = "eager"
     """How the program of a rank runs."""
+    asked_mode: ModeChoice = "auto"
+    """What was asked for: one mode, or the faster."""
     schedule: str = ""
     """The order in which stages run their microbatches; empty for a step without microbatches."""
     reduce_bucket_bytes: Bytes = 0

@@ -8,31 +8,29 @@ fits, stays.
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 
+from meshfold.codegen.emit.memo import EmissionMemo
 from meshfold.codegen.emit.region import Written
-from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.errors import OptionError
 from meshfold.ir.op_graph import FoldedGraph, OpGraph
 from meshfold.ir.options import COLLECTIVE_MATMUL, CompileOptions
 from meshfold.ir.plan import Plan
 from meshfold.ir.strategy import Chunking, RegionTyping
-from meshfold.memory_probe.prober import OpProber
 from meshfold.passes.collective_matmul import MatmulGroup, matmul_groups, with_collective_matmuls
-from meshfold.passes.graph.variants import planned_graph
 from meshfold.passes.price.conversions import conversion_cost
 from meshfold.passes.price.op_time import op_time
 from meshfold.passes.rules.ops.collective_matmul import COLLECTIVE_MATMUL_RULES
 from meshfold.passes.rules.typed import typed_rules
 from meshfold.passes.split.chunk_graph import ChunkingError
-from meshfold.passes.split.micro_chunks import ChunkingProblem
 from meshfold.refine.micro_chunks import by_time, is_better
 from meshfold.refine.program_events import with_program_events
 
 
-def with_collective_matmul(plan: Plan, folded: FoldedGraph, options: CompileOptions) -> Plan:
+def with_collective_matmul(
+    plan: Plan, folded: FoldedGraph, options: CompileOptions, memo: EmissionMemo | None = None
+) -> Plan:
     """`plan` with collective matmuls where they pay, and with the events and the simulated step of
-    such a program. folded: the captured model; options: with what is pinned.
+    such a program. folded: the captured model; options: with what is pinned; memo: as for emit.
 
     Raises OptionError where it is pinned and no region can run so.
     """
@@ -44,9 +42,10 @@ def with_collective_matmul(plan: Plan, folded: FoldedGraph, options: CompileOpti
         )
     if pinned is False or plan.events is None:
         return plan
-    problem, probe = _Problem(plan, folded), OpProber()
+    memo = memo or EmissionMemo(folded, plan)
+    problem = _Problem(plan, memo)
     if pinned:
-        return with_program_events(_pinned(plan, problem), folded, problem.costs, probe)
+        return with_program_events(_pinned(plan, problem), folded, memo)
     best = plan
     for region in by_time(plan):
         # Micro-chunks hide collectives themselves: both together only where these are pinned.
@@ -55,29 +54,17 @@ def with_collective_matmul(plan: Plan, folded: FoldedGraph, options: CompileOpti
         choices = dict.fromkeys((paying, problem.possible(region, chunking))) if paying else ()
         for matmuls in choices:
             found = _with(best, region, chunking, matmuls)
-            found = with_program_events(found, folded, problem.costs, probe)
+            found = with_program_events(found, folded, memo)
             best = found if is_better(found, best) else best
     return best
 
 
 @dataclass(frozen=True)
 class _Problem:
-    """The products of a plan's regions. folded: the captured model."""
+    """The products of a plan's regions."""
 
     plan: Plan
-    folded: FoldedGraph
-
-    @cached_property
-    def costs(self) -> CostModel:
-        return CostModel(self.plan.cluster, self.plan.mesh)
-
-    @cached_property
-    def _split(self) -> FoldedGraph:
-        return planned_graph(self.folded, self.plan)
-
-    @cached_property
-    def _chunking(self) -> ChunkingProblem:
-        return ChunkingProblem(self._split, self.plan)
+    memo: EmissionMemo
 
     def possible(self, region: int, chunking: Chunking) -> tuple[int, ...]:
         """Numbers of a region's groups that can be collective matmuls together."""
@@ -97,7 +84,7 @@ class _Problem:
         found = []
         for number in sorted(range(len(groups)), key=lambda k: groups[k].at):
             group, value = groups[number], graph.values[groups[number].value]
-            moved_s = conversion_cost(value, *group.edge, self.costs).total_s
+            moved_s = conversion_cost(value, *group.edge, self.memo.costs).total_s
             if next(fused_s) < moved_s + sum(apart_s[k] for k in group.ops):
                 found.append(number)
         return tuple(sorted(found))
@@ -116,14 +103,14 @@ class _Problem:
     def _written(self, region: int, chunking: Chunking) -> Written:
         typing = self.plan.regions[region].typing
         if chunking.count > 1:
-            return self._chunking.chunked(region, typing, chunking)
-        return self._split.regions[region].graph, typing
+            return self.memo.chunking.chunked(region, typing, chunking)
+        return self.memo.split.regions[region].graph, typing
 
     def _seconds(self, graph: OpGraph, typing: RegionTyping) -> list[float]:
         """Seconds of each op, forward and backward, with the collectives inside it."""
         rules = typed_rules(graph, typing, "", self.plan.mesh)
         return [
-            op_time(graph, op, of_axes, self.costs).total_s
+            op_time(graph, op, of_axes, self.memo.costs).total_s
             for op, of_axes in zip(graph.ops, rules, strict=True)
         ]
 

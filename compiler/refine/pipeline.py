@@ -11,6 +11,7 @@ Each takes the plan of the one before, and keeps what makes the simulated step f
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from meshfold.codegen.emit.memo import EmissionMemo
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.options import CompileOptions
 from meshfold.ir.plan import Plan
@@ -21,18 +22,20 @@ from meshfold.refine.micro_chunks import with_micro_chunks
 
 @dataclass(frozen=True)
 class Refinement:
-    """run: (plan, captured model, options) -> plan. Raises OptionError where a pin cannot be
-    kept."""
+    """run: (plan, captured model, options, memo of its emissions) -> plan. Raises OptionError where
+    a pin cannot be kept."""
 
     name: str
-    run: Callable[[Plan, FoldedGraph, CompileOptions], Plan]
+    run: Callable[[Plan, FoldedGraph, CompileOptions, EmissionMemo | None], Plan]
 
 
-def _micro_chunks(plan: Plan, folded: FoldedGraph, options: CompileOptions) -> Plan:
-    return with_micro_chunks(plan, folded, options.micro_chunks_pin)
+def _micro_chunks(
+    plan: Plan, folded: FoldedGraph, options: CompileOptions, memo: EmissionMemo | None
+) -> Plan:
+    return with_micro_chunks(plan, folded, options.micro_chunks_pin, memo)
 
 
-def _buckets(plan: Plan, _: FoldedGraph, options: CompileOptions) -> Plan:
+def _buckets(plan: Plan, _: FoldedGraph, options: CompileOptions, __: EmissionMemo | None) -> Plan:
     reductions, gathers = options.reduce_bucket_pin, options.allgather_bucket_pin
     return with_buckets(plan, BucketSizes(reductions, gathers, options.hierarchical_all_reduce_pin))
 
@@ -44,11 +47,14 @@ REFINEMENTS = (
 )
 
 
-def refined(plan: Plan, folded: FoldedGraph, options: CompileOptions) -> Plan:
+def refined(
+    plan: Plan, folded: FoldedGraph, options: CompileOptions, memo: EmissionMemo | None = None
+) -> Plan:
     """`plan` with every choice made, and with the events and the simulated step of its program.
+    memo: as for emit, of the same plan in another mode.
 
     Raises OptionError where a pin cannot be kept.
     """
     for refinement in REFINEMENTS:
-        plan = refinement.run(plan, folded, options)
+        plan = refinement.run(plan, folded, options, memo)
     return plan

@@ -9,22 +9,19 @@ gradients of weights.
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from meshfold.codegen.emit.memo import EmissionMemo
 from meshfold.codegen.emit.pass_pipeline import emit
 from meshfold.codegen.program.emitted import RegionProgram
 from meshfold.codegen.program.region_schedule import ActionKind, ChunkedBoundary, RegionSchedule
 from meshfold.codegen.schedule.list_scheduling import costs_of_regions
 from meshfold.codegen.schedule.segment_costs import SegmentCosts
-from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.cost_models.simulation.step import simulate
 from meshfold.ir.conversion_step import Step
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.plan import Plan
 from meshfold.ir.step_events import Event, RegionEvents
-from meshfold.memory_probe.prober import OpProber
-from meshfold.passes.chained_chunks import ChainedOrders
 from meshfold.passes.events.bucketing import bucketed_events, sizes_of
 from meshfold.passes.events.region import bytes_inside, coalesced, region_events
-from meshfold.passes.memory.local_program import Probe
 from meshfold.passes.price.region import RegionPricer
 
 Inside = Mapping[int | tuple[int, Step], tuple[int, int]]
@@ -33,22 +30,20 @@ Inside = Mapping[int | tuple[int, Step], tuple[int, int]]
 def with_program_events(
     plan: Plan,
     folded: FoldedGraph,
-    costs: CostModel | None = None,
-    probe: Probe | None = None,
-    known: ChainedOrders | None = None,
+    memo: EmissionMemo | None = None,
 ) -> Plan:
     """`plan` with the events and the simulated step of the program that it is emitted as, where
-    these are others than those it was searched with. folded: the captured model; costs: of the
-    plan's cluster and mesh, and probe, if at hand; known: as for emit."""
+    these are others than those it was searched with. folded: the captured model; memo: as for
+    emit."""
     has_matmuls = any(region.collective_matmul for region in plan.regions)
     if plan.events is None or not (plan.mode == "scheduled" or has_matmuls):
         return plan
-    costs = costs or CostModel(plan.cluster, plan.mesh)
-    probe = probe or OpProber()
-    program = emit(folded, plan, costs=costs, known=known)
+    memo = memo or EmissionMemo(folded, plan)
+    costs, probe = memo.costs, memo.probe
+    program = emit(folded, plan, memo=memo)
     written: list[RegionEvents] = []
     instances = [0] * len(program.programs)
-    for number, price in enumerate(costs_of_regions(program, costs)):
+    for number, price in enumerate(costs_of_regions(program, costs, memo.segments)):
         region = program.regions[number]
         like = [k for k, p in enumerate(program.programs) if p == number]
         events = plan.events.regions[plan.events.instances[like[0]]]

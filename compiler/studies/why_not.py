@@ -31,7 +31,7 @@ def options_of(plan: Plan) -> CompileOptions:
         optimizer=plan.optimizer,
         seed=plan.seed,
         precision=plan.precision,
-        mode=plan.mode,
+        mode=plan.asked_mode,
         allow_offload=any(strategy.offload != "none" for strategy in strategies),
         loss=returns.loss or None,
         outputs=returns.outputs,

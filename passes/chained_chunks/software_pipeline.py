@@ -20,6 +20,7 @@ Tasks of the epilogue keep what deferred gradients wait for like others, within 
 DAC 1993.)
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -189,7 +190,7 @@ class _Chain:
             for t in [t for t, _ in interval]:
                 rest = tuple(pair for pair in interval if pair[0] != t)
                 for inserted in self._insertions(rest, t):
-                    seconds = self.seconds(inserted)
+                    seconds = self.seconds(inserted, best_s)
                     if seconds < best_s and self.saved_bytes(inserted) <= bound_bytes:
                         best_s, interval = seconds, inserted
         return interval
@@ -245,23 +246,41 @@ class _Chain:
             rows.append((link, task.transfer_s, task.seconds, start - t))
         return rows
 
-    def seconds(self, interval: Interval) -> float:
-        """Seconds until all copies have run and everything has arrived."""
+    @cached_property
+    def _kernels_s(self) -> float:
+        """Seconds of the kernels of one copy."""
+        return sum(task.seconds for task in self.tasks)
+
+    def seconds(self, interval: Interval, beat_s: float = math.inf) -> float:
+        """Seconds until all copies have run and everything has arrived; infinite as soon as it is
+        clear that they are not fewer than beat_s."""
         rows, count = self._rows, self.count
-        now_s, free_s = 0.0, [0.0] * len(rows)
+        whole = [(t - is_epilogue * count, is_epilogue, *rows[t]) for t, is_epilogue in interval]
+        # The first copy runs no epilogue, and the last epilogue runs alone.
+        first = [row for row in whole if not row[1]]
+        last = [row for row in whole if row[1]]
+        now_s, free_s = 0.0, [0.0] * count
         # Before the first copy one that has come.
         ends_s = [0.0] * (count * (COPIES + 1))
+        last_s = sum(row[4] for row in last)
+        beat_s *= 1 + 1e-9  # more than sums of seconds are rounded by
         for copy in range(COPIES + 1):
-            for t, is_epilogue in interval:
-                if copy == (0 if is_epilogue else COPIES):
-                    continue
-                link, transfer_s, seconds, start = rows[t]
-                at = (copy - is_epilogue + 1) * count + t
+            own = (copy + 1) * count
+            for number, _, link, transfer_s, seconds, start in (
+                whole if 0 < copy < COPIES else last if copy else first
+            ):
+                at = own + number
                 if start and ends_s[at + start] > now_s:
                     now_s = ends_s[at + start]
                 now_s += seconds
                 if link >= 0:
-                    ends_s[at] = free_s[link] = max(now_s, free_s[link]) + transfer_s
+                    begin_s = free_s[link]
+                    if now_s > begin_s:
+                        begin_s = now_s
+                    ends_s[at] = free_s[link] = begin_s + transfer_s
+            left = COPIES - 1 - copy
+            if left >= 0 and now_s + left * self._kernels_s + last_s > beat_s:
+                return math.inf
         return rounded_s(max(now_s, *free_s))
 
     def saved_bytes(self, interval: Interval) -> int:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from meshfold.ir.plan import MeshOutcome, SearchStats
 from meshfold.passes.one_pass.candidate_mesh import CandidateMesh
@@ -45,7 +45,6 @@ def search_stats(tree: Tree, state: MeshRecord, bound: str) -> SearchStats:
     best, plans = state.best, list(state.plans.values())
     state.pruned[bound] += sum(len(m.strategies) for m in state.left)
     typed = [m for m in state.meshes if m.planner is not None]
-    skipped = [m for m in state.left if m.planner is None]
     return SearchStats(
         num_leaves=tree.num_strategies,
         num_priced=sum(p.num_priced for p in plans),
@@ -57,15 +56,31 @@ def search_stats(tree: Tree, state: MeshRecord, bound: str) -> SearchStats:
             m.plan.unlimited_s if m.plan else m.planner.unlimited_s for m in typed if m.planner
         ),
         capped=any(p.capped for p in plans),
-        meshes=tuple(_outcome(m, state) for m in (*typed, *skipped)),
+        meshes=_outcomes(state, best),
         left_out={rule: n for rule in sorted(RESTRICTIONS) if (n := state.pruned[rule])},
     )
 
 
-def _outcome(mesh: CandidateMesh, state: MeshRecord) -> MeshOutcome:
+def stats_of(
+    found: SearchStats, state: MeshRecord, best: tuple[Priced, MeshPlanner]
+) -> SearchStats:
+    """`found`, what search_stats says of the winner, as the plan of another program says it."""
+    gap_before = state.plans[best[1]].gap_before
+    return replace(found, gap_before=gap_before, meshes=_outcomes(state, best))
+
+
+def _outcomes(state: MeshRecord, best: tuple[Priced, MeshPlanner]) -> tuple[MeshOutcome, ...]:
+    """What came of each mesh, beside the program that is taken."""
+    typed = [m for m in state.meshes if m.planner is not None]
+    skipped = [m for m in state.left if m.planner is None]
+    return tuple(_outcome(m, state, best) for m in (*typed, *skipped))
+
+
+def _outcome(
+    mesh: CandidateMesh, state: MeshRecord, taken: tuple[Priced, MeshPlanner]
+) -> MeshOutcome:
     """What came of one mesh."""
-    assert state.best is not None
-    best, planner = state.best
+    best, planner = taken
     name, step_s, plan = str(mesh.mesh), best.time.step_s, mesh.plan
     if plan is None or plan.best is None:
         fits = plan is None or math.isfinite(plan.lower_bound_s)
@@ -76,7 +91,8 @@ def _outcome(mesh: CandidateMesh, state: MeshRecord) -> MeshOutcome:
     own_s = plan.best.time.step_s
     is_best = mesh.planner is planner
     reason = "taken" if is_best else f"{own_s / step_s:.2f} of this plan's time"
-    if not is_best and mesh.planner in state.simulated_s:
-        ratio = state.simulated_s[mesh.planner] / state.simulated_s[planner]
+    simulated_s = state.simulated_s
+    if not is_best and mesh.planner in simulated_s and planner in simulated_s:
+        ratio = simulated_s[mesh.planner] / simulated_s[planner]
         reason += f", {ratio:.2f} as simulated"
     return MeshOutcome(name, plan.lower_bound_s, own_s, reason)

@@ -58,6 +58,9 @@ class PlanRequest:
     slices: int = 1
     """Of the parameter of the largest operator of `folded`."""
 
+    wants_rivals: bool = False
+    """Whether plans are asked for that may win once they are emitted (one_pass/rivals.py)."""
+
 
 def assemble_plan(
     request: PlanRequest,
@@ -82,7 +85,8 @@ def assemble_plan(
         optimizer=options.optimizer,
         seed=options.seed,
         precision=options.captured_precision,
-        mode=options.mode,
+        mode=options.modes[0],
+        asked_mode=options.mode,
         regions=tuple(_region_plan(best, r, origin[r], planner) for r in range(len(split.regions))),
         stages=(StagePlan(runs_of(split, range(len(split.instances)))),),
         memory=best.memory,

@@ -25,7 +25,8 @@ from meshfold.passes.one_pass.best_first import BoundQueue, best_first
 from meshfold.passes.one_pass.bounds import LeastCompute, Room, least_compute, least_step_s
 from meshfold.passes.one_pass.candidate_mesh import CandidateMesh
 from meshfold.passes.one_pass.priced import MeshPlan, NoMeshFits, order_of
-from meshfold.passes.one_pass.record import MeshRecord, search_stats
+from meshfold.passes.one_pass.record import MeshRecord, search_stats, stats_of
+from meshfold.passes.one_pass.rivals import rivals
 from meshfold.passes.one_pass.search import MeshPlanner
 from meshfold.passes.one_pass.shortlist import (
     MOST_BEYOND,
@@ -52,12 +53,14 @@ BOUND = "bound of the mesh above the best plan"
 
 @dataclass(frozen=True)
 class Found:
-    """The winner, and everybody whose candidates were priced."""
+    """The winner, and everybody whose candidates were priced. rivals: other programs that may win
+    where they are emitted, each with the statistics of its plan."""
 
     best: Shortlisted
     planners: tuple[MeshPlanner, ...]
     stats: SearchStats
     notes: tuple[str, ...]
+    rivals: tuple[tuple[Shortlisted, SearchStats], ...] = ()
 
 
 def planner_of(strategy: UniformStrategy, found: Found, search: "MeshRace") -> MeshPlanner:
@@ -153,8 +156,13 @@ class MeshRace:
             )
         ranked = self._beyond_sums(state)
         state.best = ranked[0].priced, ranked[0].planner
-        state.simulated_s = simulated_times(ranked)
-        return Found(ranked[0], tuple(state.plans), search_stats(tree, state, BOUND), ())
+        others = []
+        if self.request.wants_rivals:
+            others = rivals(state, ranked, self.cluster.overlap_slowdown)
+        state.simulated_s = simulated_times([*ranked, *others])
+        stats = search_stats(tree, state, BOUND)
+        of_others = tuple((f, stats_of(stats, state, (f.priced, f.planner))) for f in others)
+        return Found(ranked[0], tuple(state.plans), stats, (), of_others)
 
     def _best_first(
         self,

@@ -6,7 +6,7 @@ Chunks hold less and compute the product of the head once more
 them where nothing fits, or where a pin asks for it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from meshfold.errors import InfeasibleError, OptionError
@@ -15,29 +15,29 @@ from meshfold.ir.plan import Plan
 from meshfold.passes.planner import operator_slices
 from meshfold.passes.planner.assembly import PlanRequest, model_info
 from meshfold.passes.planner.offload import NEEDS_OFFLOAD, with_offload
-from meshfold.passes.planner.states_precision import fastest_states
+from meshfold.passes.planner.states_precision import PlansOf, fastest_states
 
 NEEDS_CHUNKS = "nothing fits with whole logits: losses that make them in chunks were searched, too"
 
 
-def fitting(asked: PlanRequest, plan_of: Callable[[PlanRequest], Plan]) -> Plan:
-    """The fastest plan of what is asked for; with logits in chunks, operators in slices, and with
-    offload where nothing fits without. Raises what plan_of raises without."""
-    return fastest_states(asked, lambda request: _fitting(request, plan_of))
+def fitting(asked: PlanRequest, plans_of: PlansOf) -> tuple[Plan, ...]:
+    """The plans of what is asked for, the fastest first; with logits in chunks, operators in
+    slices, and with offload where nothing fits without. Raises what plans_of raises without."""
+    return fastest_states(asked, lambda request: _fitting(request, plans_of))
 
 
-def _fitting(asked: PlanRequest, plan_of: Callable[[PlanRequest], Plan]) -> Plan:
+def _fitting(asked: PlanRequest, plans_of: PlansOf) -> tuple[Plan, ...]:
     """The same for the optimizer that is asked for."""
     request = operator_slices.as_pinned(as_pinned(asked))
     try:
-        return named_for(plan_of(request), asked, request)
+        return tuple(named_for(plan, asked, request) for plan in plans_of(request))
     except InfeasibleError:
         for wider, notes in wider_requests(request):
             try:
-                plan = named_for(plan_of(wider), asked, wider)
+                plans = [named_for(plan, asked, wider) for plan in plans_of(wider)]
             except (OptionError, InfeasibleError):
                 continue
-            return replace(plan, notes=(*plan.notes, *notes))
+            return tuple(replace(plan, notes=(*plan.notes, *notes)) for plan in plans)
         raise
 
 

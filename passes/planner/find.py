@@ -60,45 +60,61 @@ def find_plan_for(
     kept, InfeasibleError when nothing fits."""
     shared = shared or SharedWork()
     request = PlanRequest(folded, cluster, options, model_name, batch_size, probe, shared)
-    plan = fitting(request, lambda asked: _plan(asked, progress))
+    plan = find_finalists(request, progress)[0]
+    return with_memory_note(plan, request, prices_memory=prices_memory)
+
+
+@collector_paused()
+def find_finalists(request: PlanRequest, progress: Progress | None = None) -> tuple[Plan, ...]:
+    """The plan of find_plan_for, and behind it, where the request wants them, rivals: plans that
+    may be faster than it once they are emitted. All are in the first mode of the options."""
+    return fitting(request, lambda asked: _plans(asked, progress))
+
+
+@collector_paused()
+def with_memory_note(plan: Plan, request: PlanRequest, *, prices_memory: bool) -> Plan:
+    """`plan`, one of those that were found for the request, with a note of what its memory budget
+    costs, as far as that is wanted."""
     if not prices_memory and not {NEEDS_CHUNKS, NEEDS_OFFLOAD}.intersection(plan.notes):
         return plan
+    alone = replace(request, wants_rivals=False)
 
     def plan_in(num_bytes: int) -> Plan:
-        return fitting(within(request, num_bytes), lambda asked: _plan(asked, None))
+        return fitting(within(alone, num_bytes), lambda asked: _plans(asked, None))[0]
 
     # Offload that nobody asked for says what it costs in any case, by one search.
     return with_prices(plan, plan_in, MOST_SEARCHES if prices_memory else 0)
 
 
-def _plan(request: PlanRequest, progress: Progress | None) -> Plan:
-    """The fastest plan of what is asked for."""
+def _plans(request: PlanRequest, progress: Progress | None) -> tuple[Plan, ...]:
+    """The fastest plan of what is asked for, and its rivals."""
     options = request.options
     needs_pipeline = is_pipeline_pinned(options.pins)
     _check_options(options, needs_pipeline)
     if needs_pipeline:
-        return plan_with_pipelines(request, None)
-    plan: Plan | None = None
+        return plan_with_pipelines(request, ())
+    plans: tuple[Plan, ...] = ()
     too_large: InfeasibleError | None = None
     one_pass_only = excludes_pipelines(options.pins) or bool(options.layout_pins)
     try:
-        plan = _plan_in_one_pass(request, progress)
+        plans = _plans_in_one_pass(request, progress)
         if one_pass_only:
-            return replace(plan, baselines=fitting_rows(request, plan.baselines))
+            baselines = fitting_rows(request, plans[0].baselines)
+            return tuple(replace(plan, baselines=baselines) for plan in plans)
     except InfeasibleError as error:
         if one_pass_only:
             raise
         too_large = error
     try:
-        return plan_with_pipelines(request, plan)
+        return plan_with_pipelines(request, plans)
     except (OptionError, InfeasibleError) as error:
         if too_large is None:
             raise
         raise too_large from error  # it says what is missing without a pipeline
 
 
-def _plan_in_one_pass(request: PlanRequest, progress: Progress | None) -> Plan:
-    """The fastest plan that runs the batch of a rank in one pass."""
+def _plans_in_one_pass(request: PlanRequest, progress: Progress | None) -> tuple[Plan, ...]:
+    """The fastest plan that runs the batch of a rank in one pass, and its rivals."""
     search = MeshRace(request, progress)
     found = search.best()
     options, batch_size = request.options, request.batch_size
@@ -112,21 +128,21 @@ def _plan_in_one_pass(request: PlanRequest, progress: Progress | None) -> Plan:
         for name, s in named.items()
         if batch_size % s.dp == 0
     }
-    return assemble_plan(
-        request,
-        found.best,
-        baselines=baseline_rows(rows, found.planners),
-        stats=found.stats,
-        notes=(
-            *found.notes,
-            *host_notes(found.best.priced, options.optimizer),
-            *(
-                f"baseline {name} is not priced: a batch of {batch_size} does not divide over "
-                f"{s.dp} ranks"
-                for name, s in named.items()
-                if name not in rows
-            ),
-        ),
+    baselines = baseline_rows(rows, found.planners)
+    unpriced = [
+        f"baseline {name} is not priced: a batch of {batch_size} does not divide over {s.dp} ranks"
+        for name, s in named.items()
+        if name not in rows
+    ]
+    return tuple(
+        assemble_plan(
+            request,
+            listed,
+            baselines=baselines,
+            stats=stats,
+            notes=(*found.notes, *host_notes(listed.priced, options.optimizer), *unpriced),
+        )
+        for listed, stats in ((found.best, found.stats), *found.rivals)
     )
 
 

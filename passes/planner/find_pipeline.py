@@ -50,28 +50,20 @@ def excludes_pipelines(pins: Mapping[str, PinValue]) -> bool:
 ONE_PASS_PINS = ("micro_chunks", "chained_chunks", "collective_matmul")
 
 
-def plan_with_pipelines(request: PlanRequest, without: Plan | None) -> Plan:
-    """The faster of `without`, the best plan in one pass, and the best pipeline.
+def plan_with_pipelines(request: PlanRequest, in_one_pass: Sequence[Plan]) -> tuple[Plan, ...]:
+    """The faster of the best pipeline and the first of `in_one_pass`, the best plan of that kind,
+    then the others of that kind.
 
     Raises OptionError for pins that no pipeline keeps, InfeasibleError when no plan fits.
     """
-    options = request.options
+    without = in_one_pass[0] if in_one_pass else None
     try:
-        pieces = request.folded
-        if options.pins.get("ep", 1) == 1:
-            pieces = request.shared.pieces(request.folded, _most_stages(request))
-        is_cut = pieces is not request.folded
-        problems = request.shared.problems(
-            pieces, request.cluster, options, request.batch_size, request.probe
-        )
-        spec = search_spec(request, options.without_rules)
-        spec = replace(spec, pins=_pins(request), whole_batch=problems.microbatches.refusal)
-        tree = grow_pipelines(spec, len(pieces.instances))
-        tree = tree.without_shared_experts() if is_cut else tree
+        problems, tree = _grown(request)
     except OptionError as error:
         if without is None:
             raise
-        return replace(without, notes=(*without.notes, f"no pipeline: {error}"))
+        note = f"no pipeline: {error}"
+        return tuple(replace(plan, notes=(*plan.notes, note)) for plan in in_one_pass)
     known = np.inf, np.inf
     if without is not None:
         # A pipeline is held against the simulated step: what adds up to no more than that counts.
@@ -81,24 +73,47 @@ def plan_with_pipelines(request: PlanRequest, without: Plan | None) -> Plan:
     best_s = simulated_step_s(problems, best) if best else np.inf
     if without and best_s > (1 - LEAST_GAIN) * without.step_s:
         best = None
-    outcome = replace(outcome, best=best)
     if best is None and without is None:
         raise _infeasible(problems, tree)
-    baselines = _baselines(problems, tree, without if best else None)
-    stats = _stats(tree, outcome, without, best_s)
+    uniform = _uniform_row(problems, tree)
     earlier = fitting_rows(request, without.baselines if without else (), problems)
+    outcome = replace(outcome, best=None)
+    others = tuple(
+        replace(
+            plan,
+            search=_stats(tree, outcome, plan, best_s),
+            baselines=(*earlier, *uniform),
+        )
+        for plan in in_one_pass
+    )
     if best is None:
-        assert without is not None
-        return replace(without, search=stats, baselines=(*earlier, *baselines))
-    return assemble_pipeline(
+        return others
+    is_cut = problems.folded is not request.folded
+    pipeline = assemble_pipeline(
         problems,
         best,
         model=model_info(request.folded, request.model_name, request.batch_size),
-        pieces=sizes_of(pieces) if is_cut else (),
-        baselines=(*earlier, *baselines),
-        stats=stats,
-        notes=(*_notes(request, problems, best), *_why(options, without, best, best_s)),
+        pieces=sizes_of(problems.folded) if is_cut else (),
+        baselines=(*earlier, *_one_pass_row(without), *uniform),
+        stats=_stats(tree, replace(outcome, best=best), without, best_s),
+        notes=(*_notes(request, problems, best), *_why(request.options, without, best, best_s)),
     )
+    return pipeline, *others
+
+
+def _grown(request: PlanRequest) -> tuple[PipelineProblems, PipelineTree]:
+    """Pipelines of a request. Raises OptionError for pins that none keeps."""
+    options, pieces = request.options, request.folded
+    if options.pins.get("ep", 1) == 1:
+        pieces = request.shared.pieces(request.folded, _most_stages(request))
+    problems = request.shared.problems(
+        pieces, request.cluster, options, request.batch_size, request.probe
+    )
+    spec = search_spec(request, options.without_rules)
+    spec = replace(spec, pins=_pins(request), whole_batch=problems.microbatches.refusal)
+    tree = grow_pipelines(spec, len(pieces.instances))
+    is_cut = pieces is not request.folded
+    return problems, tree.without_shared_experts() if is_cut else tree
 
 
 LEAST_GAIN = 5e-3
@@ -122,7 +137,7 @@ def search_spec(request: PlanRequest, without: Sequence[str]) -> SearchSpec:
         has_feature_maps=carries_feature_maps(folded),
         sequences=carried_sequences(folded),
         experts=shared_experts(folded),
-        mode=options.mode,
+        mode=options.modes[0],
     )
 
 
@@ -142,7 +157,7 @@ def _why(
     """What led here, and what options do not change. best_s: as simulated."""
     if without is None and not is_pipeline_pinned(options.pins):
         yield ALONE
-    if options.mode != "eager" and best.plan.schedule.splits_backward:
+    if options.mode == "scheduled" and best.plan.schedule.splits_backward:
         yield f"stages run eager, not {options.mode}: their schedule splits the backward itself"
     if without is not None and without.time.step_s < best.step_s:
         yield (
@@ -203,18 +218,20 @@ _HOW_OFTEN = (
 """Notes by ZeRO level."""
 
 
-def _baselines(
-    problems: PipelineProblems, tree: PipelineTree, without: Plan | None
-) -> tuple[PricedStrategy, ...]:
-    rows = []
+def _one_pass_row(without: Plan | None) -> Iterator[PricedStrategy]:
+    """The best plan in one pass as a baseline of a pipeline."""
     if without is not None:
         memory, step_s = without.memory, without.time.step_s
         of = without.strategy, step_s, memory.peak, memory.fits
-        rows.append(PricedStrategy("best plan in one pass", *of))
-    if (uniform := best_uniform_pipeline(problems, tree)) is not None:
-        of = uniform.strategy, uniform.step_s, uniform.peak_bytes, True
-        rows.append(PricedStrategy("best uniform 3D", *of))
-    return tuple(rows)
+        yield PricedStrategy("best plan in one pass", *of)
+
+
+def _uniform_row(problems: PipelineProblems, tree: PipelineTree) -> tuple[PricedStrategy, ...]:
+    uniform = best_uniform_pipeline(problems, tree)
+    if uniform is None:
+        return ()
+    of = uniform.strategy, uniform.step_s, uniform.peak_bytes, True
+    return (PricedStrategy("best uniform 3D", *of),)
 
 
 def _stats(

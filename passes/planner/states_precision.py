@@ -13,21 +13,24 @@ from meshfold.ir.optimizers import OF_STATES, STATES
 from meshfold.ir.plan import Plan
 from meshfold.passes.planner.assembly import PlanRequest
 
+PlansOf = Callable[[PlanRequest], tuple[Plan, ...]]
+"""The fastest plan of a request first, then others that may win once they are emitted."""
 
-def fastest_states(request: PlanRequest, plan_of: Callable[[PlanRequest], Plan]) -> Plan:
-    """The fastest plan over the precisions that the request leaves open. Raises what plan_of
-    raises for the one that needs least where none fits."""
-    best: Plan | None = None
+
+def fastest_states(request: PlanRequest, plans_of: PlansOf) -> tuple[Plan, ...]:
+    """The plans of the precision, of those that the request leaves open, whose best is fastest.
+    Raises what plans_of raises for the one that needs least where none fits."""
+    best: tuple[Plan, ...] = ()
     errors: list[InfeasibleError] = []
     for asked in requests(request):
         try:
-            plan = plan_of(asked)
+            plans = plans_of(asked)
         except InfeasibleError as error:
             errors.append(error)
             continue
-        if best is None or plan.step_s < best.step_s:
-            best = plan
-    if best is None:
+        if not best or plans[0].step_s < best[0].step_s:
+            best = plans
+    if not best:
         raise min(errors, key=lambda error: error.required_bytes)
     return best
 

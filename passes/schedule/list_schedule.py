@@ -22,6 +22,7 @@ ranks find the same order.
 """
 
 import math
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -101,6 +102,11 @@ class _Lister:
     ) -> None:
         self.tasks = tasks
         self.left = list(fixed)
+        self.rank = {t: k for k, t in enumerate(fixed)}
+        self.missing = {t: len(set(tasks[t].needs)) for t in fixed}
+        """How many of its needs have not run."""
+        self.ready = [t for t in fixed if not self.missing[t]]
+        """What can run, in the order as given."""
         self.bound_bytes = bound_bytes
         self.users: dict[int, list[int]] = {t: [] for t in fixed}
         for t in fixed:
@@ -115,12 +121,16 @@ class _Lister:
         self.ends_s: dict[int, float] = {}
 
     def order(self) -> tuple[int, ...]:
-        found = []
-        while self.left:
+        found: list[int] = []
+        while len(found) < len(self.left):
             t = self._next()
             self._run(t)
-            self.left.remove(t)
+            self.ready.remove(t)
             self.done.add(t)
+            for user in set(self.users[t]):
+                self.missing[user] -= 1
+                if not self.missing[user]:
+                    insort(self.ready, user, key=self.rank.__getitem__)
             found.append(t)
         return tuple(found)
 
@@ -143,10 +153,10 @@ class _Lister:
         return before
 
     def _next(self) -> int:
-        ready = [t for t in self.left if self.done.issuperset(self.tasks[t].needs)]
-        starts = [t for t in ready if self.tasks[t].link]
-        if starts:
-            return starts[0]
+        ready = self.ready
+        start = next((t for t in ready if self.tasks[t].link), None)
+        if start is not None:
+            return start
         deferred = [t for t in ready if self.tasks[t].deferred_bytes]
         waits = [t for t in ready if self.tasks[t].start >= 0]
         kernels = [t for t in ready if self.tasks[t].start < 0]
@@ -154,13 +164,14 @@ class _Lister:
         if not kernels and not arrived:
             return min(waits, key=lambda t: (self.ends_s[self.tasks[t].start], t))
         best = min([*kernels, *arrived], key=lambda t: (self.feeds_s[t], -self.behind_s[t], t))
+        if not deferred:
+            return best
         deferred_bytes = sum(self.tasks[t].deferred_bytes for t in deferred) + self._adds(best)
-        return deferred[0] if deferred and deferred_bytes > self.bound_bytes else best
+        return deferred[0] if deferred_bytes > self.bound_bytes else best
 
     def _adds(self, t: int) -> int:
         """Bytes that stay alive when t has run and were not before."""
-        now = self.done | {t}
-        freed = [u for u in self.users[t] if now.issuperset(self.tasks[u].needs)]
+        freed = [u for u in self.users[t] if self.missing[u] == 1]
         return sum(self.tasks[u].deferred_bytes for u in freed) - self.tasks[t].deferred_bytes
 
     def _run(self, t: int) -> None:
@@ -190,6 +201,7 @@ def _deferred(tasks: Sequence[Task], order: Sequence[int], bound_bytes: int) -> 
     """`order` with every deferred task before the wait, or at the end, where it costs least, the
     earliest such position; no more memory is kept than before, or than `bound_bytes`."""
     found = tuple(order)
+    total_bytes = sum(task.deferred_bytes for task in tasks)
     bound_bytes = max(bound_bytes, most_deferred_bytes(tasks, found))
     for t in [t for t in order if tasks[t].deferred_bytes]:
         first = found.index(t)
@@ -198,7 +210,9 @@ def _deferred(tasks: Sequence[Task], order: Sequence[int], bound_bytes: int) -> 
         last = min([len(rest), *users])
         waits = [k for k in range(first, last) if tasks[rest[k]].start >= 0]
         orders = [(*rest[:k], t, *rest[k:]) for k in (*waits, last)]
-        allowed = [p for p in orders if most_deferred_bytes(tasks, p) <= bound_bytes]
+        allowed = orders
+        if total_bytes > bound_bytes:
+            allowed = [p for p in orders if most_deferred_bytes(tasks, p) <= bound_bytes]
         found = min([found, *allowed], key=lambda order: _finish_times(tasks, order))
     return found
 

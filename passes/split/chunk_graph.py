@@ -22,6 +22,9 @@ from meshfold.passes.rules.table import AxisRule, region_rules, rules_inside
 UNFLATTEN, UNBIND = "aten.unflatten.int", "aten.unbind.int"
 RESHAPE, STACK = "aten.reshape.default", "aten.stack.default"
 
+SPLITS = (UNFLATTEN, UNBIND, RESHAPE, STACK)
+"""What splits and joins is written as."""
+
 Shape = tuple[int, ...]
 
 

@@ -16,7 +16,7 @@ and Overlapping, 2024. Products overlapped with gathers and reductions of their 
 et al., Overlap Communication with Dependent Computation via Decomposition, ASPLOS 2023.)
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from meshfold.errors import PlanMismatchError
@@ -41,6 +41,7 @@ class ChunkingProblem:
 
     split: FoldedGraph
     plan: Plan
+    _known: dict[tuple[int, Chunking], tuple[RegionTyping, Written]] = field(default_factory=dict)
 
     @cached_property
     def _batch(self) -> BatchTyping:
@@ -52,6 +53,13 @@ class ChunkingProblem:
 
         Raises ChunkingError where it cannot.
         """
+        known = self._known.get((region, chunking))
+        if known is None or known[0] != typing:
+            known = typing, self._chunked(region, typing, chunking)
+            self._known[region, chunking] = known
+        return known[1]
+
+    def _chunked(self, region: int, typing: RegionTyping, chunking: Chunking) -> Written:
         graph, mesh = self.split.regions[region].graph, self.plan.mesh
         if chunking.dim == "samples":
             free, count = self._batch.typings[region], self.plan.model.batch_size

@@ -195,7 +195,7 @@ def test_a_pin_needs_the_mode() -> None:
     with pytest.raises(
         OptionError, match="pin micro_chunks=2: regions run in micro-chunks in mode scheduled"
     ):
-        CompileOptions(pins={"micro_chunks": 2})
+        CompileOptions(pins={"micro_chunks": 2}, mode="eager")
 
 
 def test_a_pin_that_no_region_can_keep_says_why() -> None:

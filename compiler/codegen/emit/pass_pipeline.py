@@ -22,6 +22,7 @@ from functools import cached_property
 
 from meshfold.codegen.chained_chunks import chunked_regions, with_chained_chunks
 from meshfold.codegen.emit.check_program import check_program
+from meshfold.codegen.emit.memo import EmissionMemo
 from meshfold.codegen.emit.region import Written, check_runs, emit_typed
 from meshfold.codegen.program.emitted import EmittedProgram
 from meshfold.codegen.schedule.list_scheduling import scheduled
@@ -31,7 +32,6 @@ from meshfold.ir.node_groups import node_levels
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.plan import Plan
 from meshfold.ir.strategy import RegionTyping
-from meshfold.passes.chained_chunks import ChainedOrders
 from meshfold.passes.collective_matmul import with_planned_matmuls
 from meshfold.passes.graph.variants import (
     offloaded_parameters,
@@ -56,12 +56,12 @@ class PassRun:
 @dataclass(frozen=True)
 class Subject:
     """What is emitted. split: the captured graph with its regions as the plan has them; costs: of
-    the plan's cluster and mesh; known: orders that schedules of other plans have found."""
+    the plan's cluster and mesh; memo: of other emissions of the plan."""
 
     split: FoldedGraph
     plan: Plan
     costs: CostModel
-    known: ChainedOrders | None = None
+    memo: EmissionMemo | None = None
 
     @property
     def typings(self) -> list[RegionTyping]:
@@ -75,7 +75,7 @@ class Subject:
     @cached_property
     def chunked(self) -> dict[int, Written]:
         """Regions in micro-chunks, by number."""
-        problem = ChunkingProblem(self.split, self.plan)
+        problem = self.memo.chunking if self.memo else ChunkingProblem(self.split, self.plan)
         return {
             k: planned_chunks(problem, k, region.typing, region.chunking)
             for k, region in enumerate(self.plan.regions)
@@ -122,14 +122,16 @@ def _collective_matmul(program: EmittedProgram | None, of: Subject) -> EmittedPr
 def _schedule(program: EmittedProgram | None, of: Subject) -> EmittedProgram:
     assert program is not None, "there is something to schedule"
     without = chunked_regions(program) if of.plan.chained_chunks else ()
-    return scheduled(program, of.costs, of.left_bytes, without)
+    known = of.memo.segments if of.memo else None
+    return scheduled(program, of.costs, of.left_bytes, without, known)
 
 
 def _chain(program: EmittedProgram | None, of: Subject) -> EmittedProgram:
     assert program is not None, "there is something to chain"
     if not of.plan.chained_chunks:
         return program
-    return with_chained_chunks(program, of.costs, of.left_bytes, of.known)
+    known = (of.memo.chained, of.memo.segments) if of.memo else (None, None)
+    return with_chained_chunks(program, of.costs, of.left_bytes, *known)
 
 
 def _bucket(program: EmittedProgram | None, of: Subject) -> EmittedProgram:
@@ -169,18 +171,18 @@ def emit(
     plan: Plan,
     watch: Watch | None = None,
     passes: Sequence[EmissionPass] = PASSES,
-    costs: CostModel | None = None,
-    known: ChainedOrders | None = None,
+    memo: EmissionMemo | None = None,
 ) -> EmittedProgram:
     """The program of every rank of `plan.mesh`, of a plan that runs every batch in one pass.
-    costs: of its cluster and mesh, if at hand; known: see Subject.
+    memo: of other emissions of it, to which this one is added.
 
     Raises PlanMismatchError if the plan's regions are not those of `folded`, or if it uses what can
     be planned but not run; PassError where a pass breaks what must hold.
     """
     check_runs(plan)
-    split = planned_graph(folded, plan)
-    subject = Subject(split, plan, costs or CostModel(plan.cluster, plan.mesh), known)
+    split = memo.split if memo else planned_graph(folded, plan)
+    costs = memo.costs if memo else CostModel(plan.cluster, plan.mesh)
+    subject = Subject(split, plan, costs, memo)
     program: EmittedProgram | None = None
     ran = [one for one in passes if one.mode in ("", plan.mode)]
     for number, one in enumerate(ran, 1):

@@ -8,7 +8,7 @@ from meshfold.ir.options import CompileOptions
 
 DEFAULTS = {
     "precision": "auto",
-    "mode": "eager",
+    "mode": "auto",
     "memory": None,
     "pin": (),
     "optimizer": "adamw",

@@ -149,3 +149,13 @@ def test_one_slow_device_keeps_auto_from_bf16() -> None:
 def test_an_auto_that_nobody_resolved_left_the_graph_as_it_was() -> None:
     assert CompileOptions().captured_precision == "model"
     assert CompileOptions(precision="fp16").captured_precision == "fp16"
+
+
+def test_modes_that_a_program_may_run_in() -> None:
+    assert CompileOptions().modes == ("eager", "scheduled")
+    assert CompileOptions(mode="eager").modes == ("eager",)
+    assert CompileOptions(mode="scheduled").modes == ("scheduled",)
+    assert CompileOptions(pins={"micro_chunks": 2}).modes == ("scheduled",)
+    assert CompileOptions(pins={"micro_chunks": 1}).modes == ("eager", "scheduled")
+    with pytest.raises(OptionError, match="micro_chunks=2.*leave --mode eager out"):
+        CompileOptions(mode="eager", pins={"micro_chunks": 2})

@@ -238,7 +238,7 @@ def test_plans_keep_the_ring_and_its_figures() -> None:
     again = price_plan(captured_family("llama").graph, plan, OpProber())
     again = with_program_events(again, captured_family("llama").graph)
     assert again.simulated == plan.simulated
-    options = CompileOptions(pins={**PINS["tp+sp"][1], "collective_matmul": 0})
+    options = CompileOptions(pins={**PINS["tp+sp"][1], "collective_matmul": 0}, mode="eager")
     cluster = resolve_cluster("local-cpu", 2)
     without = plan_captured(captured_family("llama"), "llama", cluster, options)
     found = compare_plans(without, plan)
@@ -316,7 +316,7 @@ def test_symmetric_memory_is_refused_where_there_is_none() -> None:
     mesh = ProcessMesh(program.mesh, 0, torch.device("cpu"), program.levels)
     with pytest.raises(OptionError, match="takes CUDA devices, and this rank has cpu"):
         share_memory(program, mesh)
-    options = CompileOptions(pins={"tp": 2, "sp": 0})
+    options = CompileOptions(pins={"tp": 2, "sp": 0}, mode="eager")
     cluster = resolve_cluster("local-cpu", 2)
     whole = plan_captured(captured_family("llama"), "llama", cluster, options)
     without = emit(captured_family("llama").graph, whole)

@@ -37,7 +37,8 @@ def captured_llama(layers: int) -> Captured:
 @cache
 def eager_plan(name: str, layers: int = 3) -> Plan:
     options = CompileOptions(
-        pins={**CASES[name], "reduce_bucket_bytes": 0, "allgather_bucket_bytes": 0}
+        pins={**CASES[name], "reduce_bucket_bytes": 0, "allgather_bucket_bytes": 0},
+        mode="eager",
     )
     cluster = resolve_cluster("dgx-h100")
     return plan_captured(captured_llama(layers), "llama", cluster, options)

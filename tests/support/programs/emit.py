@@ -91,7 +91,7 @@ def train_steps(
     """Losses of AdamW steps through the public call. is_local: pass this rank's part of the batch
     instead of all of it."""
     model, batch = tiny_model(family)
-    options = meshfold.CompileOptions(pins={"microbatches": 1, **pins})
+    options = meshfold.CompileOptions(pins={"microbatches": 1, **pins}, mode="eager")
     with float64_everywhere():
         compiled = meshfold.compile(model, _cluster(), batch, options=options)
     optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-2)
@@ -115,7 +115,7 @@ def clipped_steps(
     model, batch = tiny_model(family)
     with float64_everywhere():
         if pins:
-            options = meshfold.CompileOptions(pins={"microbatches": 1, **pins})
+            options = meshfold.CompileOptions(pins={"microbatches": 1, **pins}, mode="eager")
             compiled = meshfold.compile(model, _cluster(), batch, options=options)
             step, trained, clip = compiled, compiled, compiled.clip_grad_norm_
         else:
@@ -136,7 +136,9 @@ def scaled_steps(pins: Mapping[str, int]) -> list[tuple[float, bool]]:
     """(scale, whether a parameter of this rank changed) after each of three steps in fp16, the
     second of which overflows on rank 1 alone."""
     model, batch = tiny_model("llama")
-    options = meshfold.CompileOptions(pins={"microbatches": 1, **pins}, precision="fp16")
+    options = meshfold.CompileOptions(
+        pins={"microbatches": 1, **pins}, mode="eager", precision="fp16"
+    )
     compiled = meshfold.compile(model.float(), _cluster(), batch, options=options)
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
     scaler = ShardedGradScaler(device="cpu", init_scale=1024.0)
@@ -171,7 +173,7 @@ def data_part(compiled: CompiledModel, value: Tensor) -> Tensor:
 def dropout_losses(pins: Mapping[str, int], num_steps: int) -> list[float]:
     """Losses of a model that drops half of everything, one per step, without training."""
     model, batch = stack_model(2, dropout=0.5)
-    options = meshfold.CompileOptions(pins={"microbatches": 1, **pins}, seed=3)
+    options = meshfold.CompileOptions(pins={"microbatches": 1, **pins}, mode="eager", seed=3)
     compiled = meshfold.compile(model.train(), _cluster(), batch, options=options)
     return [float(compiled(**batch).detach()) for _ in range(num_steps)]
 
@@ -192,7 +194,7 @@ def _losses(model: nn.Module, batch: Mapping[str, Any], pins: Mapping[str, int])
             model,
             _cluster(),
             batch,
-            options=meshfold.CompileOptions(pins={"microbatches": 1, **pins}, seed=3),
+            options=meshfold.CompileOptions(pins={"microbatches": 1, **pins}, mode="eager", seed=3),
         )
         optimizer = torch.optim.SGD(compiled.parameters(), lr=0.5)
         losses = []
@@ -261,7 +263,7 @@ def initial_sums(family: str, pins: Mapping[str, int]) -> dict[str, float]:
     """Sum of every initial tensor of a model on the meta device."""
     model, batch = tiny_model(family)
     model = copy.deepcopy(model).to("meta")
-    options = meshfold.CompileOptions(pins={"microbatches": 1, **pins})
+    options = meshfold.CompileOptions(pins={"microbatches": 1, **pins}, mode="eager")
     compiled = meshfold.compile(model, _cluster(), batch, options=options)
     return {name: float(x.sum()) for name, x in compiled.full_state_dict().items()}
 
@@ -290,7 +292,7 @@ def threads_beside_models(count: int) -> list[int]:
     found = []
     for _ in range(count):
         with float64_everywhere():
-            options = meshfold.CompileOptions(pins={"microbatches": 1})
+            options = meshfold.CompileOptions(pins={"microbatches": 1}, mode="eager")
             compiled = meshfold.compile(model, _cluster(), batch, options=options)
             compiled(**batch).backward()
         found.append(len(os.listdir("/proc/self/task")))
@@ -308,7 +310,7 @@ def steps_left_behind(pins: Mapping[str, int]) -> int:
             model,
             _cluster(),
             batch,
-            options=meshfold.CompileOptions(pins={"microbatches": 1, **pins}),
+            options=meshfold.CompileOptions(pins={"microbatches": 1, **pins}, mode="eager"),
         )
         for _ in range(3):
             compiled(**batch).backward()

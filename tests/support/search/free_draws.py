@@ -20,7 +20,7 @@ from meshfold.capture.pipeline import Captured, capture
 from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.errors import InfeasibleError
 from meshfold.ir.cluster import ClusterSpec, NodeGroup
-from meshfold.ir.options import CompileOptions, Mode
+from meshfold.ir.options import CompileOptions, ModeChoice
 from meshfold.ir.plan import Plan
 from meshfold.plan_file.io import plan_from_json
 from meshfold.training.compiled_model import CompiledModel
@@ -49,7 +49,7 @@ class FreeDraw:
     share: float | None
     optimizer: str
     allow_offload: bool
-    mode: Mode
+    mode: ModeChoice
 
     @property
     def text(self) -> str:
@@ -74,7 +74,7 @@ def free_draw(seed: int) -> FreeDraw:
         draw.choice(SHARES),
         draw.choice(["adamw", "adamw", "sgd"]),
         draw.random() < 0.15,
-        draw.choice(["eager", "eager", "scheduled"]),
+        draw.choice(["auto", "eager", "scheduled"]),
     )
 
 

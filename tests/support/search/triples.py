@@ -182,7 +182,7 @@ def outcome_of(triple: Triple, pools: Pools, *, scheduled: bool = False) -> Outc
     """Plans, and runs one step: on simulated ranks, a plan with a schedule on processes of `pools`.
     Only captures and plans may be refused. scheduled: in that mode, regions in parts that are
     drawn."""
-    options = triple.options
+    options = replace(triple.options, mode="eager")
     if scheduled:
         options = replace(options, mode="scheduled", pins={**options.pins, "micro_chunks": 1})
     try:
