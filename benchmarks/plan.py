@@ -1,7 +1,7 @@
 """CPU time, proof and outcome of whole plans, beyond capture and imports.
 
-    python benchmarks/plan.py [--mode MODE] [--depth] [--devices] [--memory] [--selective] [--largest]
-                              [--operators] [--distinct N] [--evaluation]
+    python benchmarks/plan.py [--mode MODE] [--depth] [--devices] [--memory] [--selective]
+                              [--largest] [--operators] [--distinct N] [--evaluation]
     python benchmarks/plan.py --pins N [--published N] [--only NAME] [--results FILE]
 
 One row a plan: step time, peak memory, optimality gap, programs priced, CPU seconds, in which its
