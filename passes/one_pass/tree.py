@@ -19,7 +19,13 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from meshfold.ir.options import Mode, PinValue
-from meshfold.ir.strategy import Degrees, Offload, Recompute, UniformStrategy
+from meshfold.ir.strategy import (
+    UPDATED_BY_HOST,
+    Degrees,
+    Offload,
+    Recompute,
+    UniformStrategy,
+)
 from meshfold.passes.one_pass.pruning import Left
 
 ZERO_LEVELS = (0, 1, 2, 3)
@@ -31,6 +37,7 @@ NO_HOST_MEMORY = "no figure for the memory of the host"
 UNASKED_OFFLOAD = "nobody asks for offload"
 NO_STATES = "the optimizer has no states to offload"
 SAVED_EAGER = "activations go to the host in mode eager alone"
+GATHERED_ONCE = "under ZeRO 1 and 2 parameters stay on the device between forward and backward"
 NOTHING_SAVED = "full recomputation keeps nothing to offload"
 SAVED_ONCE = "selective recomputation keeps activations on the device"
 NODE = "tp leaves the node"
@@ -254,14 +261,20 @@ def _rules(spec: SearchSpec) -> list[tuple[str, _Keeps]]:
     if not spec.host_bytes_per_s:
         rules.append((NO_HOST_LINK, lambda strategy: strategy.offload == "none"))
     if not spec.host_memory_bytes_per_s:
-        rules.append((NO_HOST_MEMORY, lambda strategy: strategy.offload != "optimizer"))
+        rules.append((NO_HOST_MEMORY, lambda s: s.offload not in UPDATED_BY_HOST))
     if not spec.has_states:
-        rules.append((NO_STATES, lambda strategy: strategy.offload != "optimizer"))
+        rules.append((NO_STATES, lambda strategy: strategy.offload not in UPDATED_BY_HOST))
     if spec.mode != "eager":
         rules.append((SAVED_EAGER, lambda strategy: strategy.offload != "activations"))
+    rules.append((GATHERED_ONCE, may_come_by_layer))
     rules.append((NOTHING_SAVED, lambda s: (s.recompute, s.offload) != ("full", "activations")))
     rules.append((SAVED_ONCE, lambda s: (s.recompute, s.offload) != ("selective", "activations")))
     return rules
+
+
+def may_come_by_layer(strategy: UniformStrategy) -> bool:
+    """Whether parameters can leave the device between forward and backward, if they are to."""
+    return strategy.offload != "parameters" or strategy.zero not in (1, 2)
 
 
 def _pruning_rules(left: Sequence[UniformStrategy], spec: SearchSpec) -> list[tuple[str, _Keeps]]:
@@ -327,6 +340,7 @@ def _why_not(name: str, left: Sequence[UniformStrategy], spec: SearchSpec) -> st
             name: f"pin {pins}: {name}; leave recompute out, or pin recompute=none"
             for name in (NOTHING_SAVED, SAVED_ONCE)
         },
+        GATHERED_ONCE: f"pin {pins}: {GATHERED_ONCE}; pin zero=0 or zero=3",
     }
     return {**what_else, **refused_offload(spec)}[name]
 

@@ -46,7 +46,8 @@ def as_pinned(request: PlanRequest) -> PlanRequest:
             f"pin {SLICES}={count}: no linear layer or embedding of this model has a parameter "
             "that can be sliced so; leave it out"
         )
-    if request.options.pins.get("offload") == "optimizer" or request.options.allow_offload:
+    pinned = request.options.pins.get("offload")
+    if pinned in UPDATED_BY_HOST or request.options.allow_offload:
         raise OptionError(
             f"pin {SLICES}={count}: parameters in slices cannot be on the host; leave it out, or "
             "offload"

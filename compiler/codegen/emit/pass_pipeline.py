@@ -35,6 +35,7 @@ from meshfold.passes.chained_chunks import ChainedOrders
 from meshfold.passes.collective_matmul import with_planned_matmuls
 from meshfold.passes.graph.variants import (
     offloaded_parameters,
+    parameters_by_layer,
     planned_graph,
     regions_saved_on_host,
 )
@@ -136,7 +137,15 @@ def _bucket(program: EmittedProgram | None, of: Subject) -> EmittedProgram:
     assert program is not None, "there are collectives to bucket"
     offloaded = offloaded_parameters(of.split, of.plan)
     saved = regions_saved_on_host(of.plan)
-    return replace(bucketed(program, of.plan), offloaded=offloaded, saved_on_host=saved)
+    # A layer whose chunks cross its boundaries runs while its neighbours do.
+    crossed = [k for k, boundary in enumerate(program.boundaries) if boundary.is_crossed]
+    stays = {source.name for k in crossed for source in of.split.instances[k].sources}
+    return replace(
+        bucketed(program, of.plan),
+        offloaded=offloaded,
+        by_layer=parameters_by_layer(of.split, of.plan) - stays,
+        saved_on_host=saved,
+    )
 
 
 def bucketed(program: EmittedProgram, plan: Plan) -> EmittedProgram:
