@@ -84,17 +84,20 @@ def planned_graph(folded: FoldedGraph, plan: Plan) -> FoldedGraph:
 
 def offloaded_parameters(planned: FoldedGraph, plan: Plan) -> frozenset[str]:
     """Names of the trained parameters whose optimizer states the plan has in the host's memory:
-    those that a region whose parameters the host updates is the first to read. planned: of
-    planned_graph."""
-    first: dict[str, int] = {}
+    those that a region whose parameters the host updates is the first to read, and under a schedule
+    those that such regions alone read: several devices may hold one, and update it alike. planned:
+    of planned_graph."""
+    readers: dict[str, list[int]] = {}
     for instance in planned.instances:
         for source in instance.sources:
             if source.kind is SourceKind.PARAMETER:
-                first.setdefault(source.name, instance.region)
-    offloads = [region.strategy.offload for region in plan.regions]
+                readers.setdefault(source.name, []).append(instance.region)
+    leaves = [region.strategy.offload in UPDATED_BY_HOST for region in plan.regions]
     trained = {p.name for p in planned.parameters if p.requires_grad}
     return frozenset(
-        name for name, k in first.items() if offloads[k] in UPDATED_BY_HOST and name in trained
+        name
+        for name, regions in readers.items()
+        if name in trained and all(leaves[k] for k in regions[: None if plan.schedule else 1])
     )
 
 

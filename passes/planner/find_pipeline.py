@@ -29,6 +29,7 @@ from meshfold.passes.pipeline.tree import CUT_EXPERTS, SCHEDULE_PINS, PipelineTr
 from meshfold.passes.planner.accumulation import fitting_rows
 from meshfold.passes.planner.assembly import PlanRequest, model_info
 from meshfold.passes.planner.baselines import best_uniform_pipeline
+from meshfold.passes.planner.host_note import stored_notes
 from meshfold.passes.planner.pipeline_assembly import assemble_pipeline
 from meshfold.passes.rules.expert_axis import shared_experts
 from meshfold.passes.split.pieces import sizes_of
@@ -178,6 +179,12 @@ def _notes(
         notes.append(OWN_STATISTICS)
     if degrees.microbatches > 1 and degrees.degrees.zero_ranks > 1:
         notes += [_HOW_OFTEN[zero] for zero in sorted({x.strategy.zero for x in best.layers})]
+    schedule, stages = best.plan.schedule, best.plan.stages
+    of_devices = [0] * schedule.num_devices
+    for s, stage in enumerate(stages):
+        layers = best.layers[stage.first : stage.end]
+        of_devices[schedule.device_of(s)] += sum(x.host_bytes for x in layers)
+    notes += stored_notes([x.strategy.offload for x in best.layers], max(of_devices))
     return tuple(notes)
 
 
