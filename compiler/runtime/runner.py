@@ -277,7 +277,7 @@ class _Forward:
 
     def _run_instance(self, action: ProgramStep) -> None:
         k = action.instance
-        self.step.copies.enter(k)
+        self.step.enter(k)
         region = self.program.region_of(k)
         instance = self.program.folded.instances[k]
         arriving = {v: instance.sources[v] for v in region.direct}

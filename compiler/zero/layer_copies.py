@@ -1,5 +1,5 @@
-"""When the device has the parameters of which instance, where they come layer by layer from the host
-(HostSide)."""
+"""When the device has the parameters of which instance, where they come from the host layer by
+layer (HostSide)."""
 
 from collections.abc import Sequence
 

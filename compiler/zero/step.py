@@ -356,6 +356,16 @@ class TrainingStep:
         if prefetches:
             self.prefetch_before(instance)
 
+    def enter(self, instance: int) -> None:
+        """The forward of an instance begins: parameters come that do so layer by layer."""
+        if self.copies.is_empty:
+            return
+        # The last members are not released in forward, and these are on memory that goes.
+        for use in chain.from_iterable(self.uses[:instance]):
+            if not use.group.gather and self.host_side.has_by_layer(use.shards):
+                use.release()
+        self.copies.enter(instance)
+
     def come_to(self, instance: int, _: Tensor | None = None) -> None:
         """The gradient of what an instance returned is there: its backward is next."""
         if not self._is_done:

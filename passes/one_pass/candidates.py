@@ -27,7 +27,7 @@ from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.cost_models.op_costs.optimizers import Update
 from meshfold.ir.options import LayoutPin
 from meshfold.ir.spmd import Layout
-from meshfold.ir.strategy import UPDATED_BY_HOST, RegionTyping, UniformStrategy
+from meshfold.ir.strategy import UPDATED_BY_HOST, Offload, RegionTyping, UniformStrategy
 from meshfold.passes.graph.typed import layouts_of_values
 from meshfold.passes.memory.typed_region import TypedRegion
 from meshfold.passes.memory.zero import SlotFacts, copied_bytes, host_traffic
@@ -239,7 +239,7 @@ class _Parameters:
             typing=replace(typing, slots=tuple(slots), reshard_after_forward=reshard),
             price=price,
             memory=memory,
-            time_s=instance_s(price) + self._optimizer_s(update, is_here),
+            time_s=instance_s(price) + self._optimizer_s(update, strategy.offload),
             parameter_bytes=stored if is_here else stored - updated + copied - by_layer,
             gradient_bytes=updated * is_here,
             optimizer_bytes=update.state_bytes * is_here,
@@ -270,10 +270,10 @@ class _Parameters:
         summed = update.state_bytes, update.together_bytes, update.moved_bytes, update.flops
         return sum(stored.values()), updated, copied, of_tied, *summed
 
-    def _optimizer_s(self, update: Update, is_here: bool) -> float:
+    def _optimizer_s(self, update: Update, offload: Offload) -> float:
         """A share of the optimizer's one pass, without its launch, or of the host's."""
-        if not is_here:
-            return host_optimizer_s(update, self.costs)
+        if offload in UPDATED_BY_HOST:
+            return host_optimizer_s(update, self.costs, on_disk=offload == "disk")
         return optimizer_s(update, self.costs) - self.costs.launch_s if update.moved_bytes else 0.0
 
     def _workspace_bytes(

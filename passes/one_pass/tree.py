@@ -14,7 +14,7 @@ that is left out is counted under the first rule that takes it:
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -26,7 +26,8 @@ from meshfold.ir.strategy import (
     Recompute,
     UniformStrategy,
 )
-from meshfold.passes.one_pass.pruning import Left
+from meshfold.passes.one_pass.pins import broken_pin, keeps_pins
+from meshfold.passes.one_pass.pruning import Left, divisors
 
 ZERO_LEVELS = (0, 1, 2, 3)
 
@@ -34,6 +35,8 @@ PINNED = "contradicts a pin"
 BATCH = "batch does not divide over dp"
 NO_HOST_LINK = "no figure for the link to the host"
 NO_HOST_MEMORY = "no figure for the memory of the host"
+NO_DISK = "no figure for the disk of the host"
+IN_MEMORY = "optimizer states on disk only where the host's memory is too small, and then all"
 UNASKED_OFFLOAD = "nobody asks for offload"
 NO_STATES = "the optimizer has no states to offload"
 SAVED_EAGER = "activations go to the host in mode eager alone"
@@ -51,12 +54,6 @@ PRUNING_RULES = (NODE, CONTEXT, EXPERTS, GRADIENTS, MIXED)
 
 RESTRICTIONS = (NODE, CONTEXT, MIXED, SAVED_EAGER, SAVED_ONCE)
 """Rules that may take what wins: no bound covers what they leave out, and plans say so."""
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors, increasing."""
-    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return sorted({*low, *(number // d for d in low)})
 
 
 @dataclass(frozen=True)
@@ -92,6 +89,12 @@ class SearchSpec:
 
     host_memory_bytes_per_s: float = 0.0
     """Rate of the host's memory, 0 if unknown."""
+
+    disk_bytes_per_s: float = 0.0
+    """Rate of the host's disk, 0 if unknown."""
+
+    states_on_disk: bool = False
+    """Whether the host's memory has no room for the optimizer states of what is offloaded."""
 
     has_states: bool = True
     """Whether the optimizer has states."""
@@ -262,6 +265,11 @@ def _rules(spec: SearchSpec) -> list[tuple[str, _Keeps]]:
         rules.append((NO_HOST_LINK, lambda strategy: strategy.offload == "none"))
     if not spec.host_memory_bytes_per_s:
         rules.append((NO_HOST_MEMORY, lambda s: s.offload not in UPDATED_BY_HOST))
+    if not spec.disk_bytes_per_s:
+        rules.append((NO_DISK, lambda strategy: strategy.offload != "disk"))
+    if "offload" not in spec.pins:
+        left_out = {"optimizer", "parameters"} if spec.states_on_disk else {"disk"}
+        rules.append((IN_MEMORY, lambda strategy: strategy.offload not in left_out))
     if not spec.has_states:
         rules.append((NO_STATES, lambda strategy: strategy.offload not in UPDATED_BY_HOST))
     if spec.mode != "eager":
@@ -297,34 +305,9 @@ def _pruning_rules(left: Sequence[UniformStrategy], spec: SearchSpec) -> list[tu
     return [(name, prunes) for name, prunes in rules.items() if name not in spec.switched_off]
 
 
-def pinned_values(strategy: UniformStrategy) -> dict[str, PinValue]:
-    """What the pins of CompileOptions say about a strategy; it has no schedule, pipelines have."""
-    return {
-        "dp": strategy.dp,
-        "ep": strategy.ep,
-        "cp": strategy.cp,
-        "tp": strategy.tp,
-        "zero": strategy.zero,
-        "dp_shard": strategy.dp_shard or strategy.dp,
-        "sp": int(strategy.sequence_parallel),
-        "recompute": strategy.recompute,
-        "offload": strategy.offload,
-        "pp": strategy.pp,
-        "microbatches": strategy.microbatches,
-        "schedule": "",
-        "virtual_stages": 1,
-    }
-
-
-def keeps_pins(strategy: UniformStrategy, pins: Mapping[str, PinValue]) -> bool:
-    """Whether a strategy has every pinned value."""
-    values = pinned_values(strategy)
-    return all(values[name] == wanted for name, wanted in pins.items())
-
-
 def _why_not(name: str, left: Sequence[UniformStrategy], spec: SearchSpec) -> str:
     if name == PINNED:
-        return _broken_pin(left, spec)
+        return broken_pin(left, spec.pins, spec.num_devices)
     if name == BATCH:
         of_dp = [strategy for strategy in left if not strategy.batch_on_tp] or left
         found = sorted({(strategy.dp, strategy.ep) for strategy in of_dp})
@@ -358,6 +341,11 @@ def refused_offload(spec: SearchSpec) -> dict[str, str]:
             f"pin {pins}: nothing is known about the host's memory, in which the optimizer would "
             "run; give host_memory_bytes_per_s of the devices in a cluster file"
         )
+    if not spec.disk_bytes_per_s and spec.pins.get("offload") == "disk":
+        found[NO_DISK] = (
+            f"pin {pins}: nothing is known about the host's disk, where optimizer states would be; "
+            "give disk_bytes_per_s of the devices in a cluster file"
+        )
     if not spec.has_states:
         found[NO_STATES] = f"pin {pins}: this optimizer has no states to offload"
     return found
@@ -365,27 +353,3 @@ def refused_offload(spec: SearchSpec) -> dict[str, str]:
 
 def _pins_text(spec: SearchSpec) -> str:
     return ", ".join(f"{name}={value}" for name, value in spec.pins.items())
-
-
-def _broken_pin(everything: Sequence[UniformStrategy], spec: SearchSpec) -> str:
-    """The pin that no strategy meets, alone or with the pins before it."""
-    left = everything
-    for name, wanted in spec.pins.items():
-        remaining = [strategy for strategy in left if keeps_pins(strategy, {name: wanted})]
-        if not remaining:
-            offered = dict.fromkeys(pinned_values(strategy)[name] for strategy in left)
-            if name == "dp_shard":
-                offered = dict.fromkeys(d for s in left for d in divisors(s.dp)[1:] or [1])
-            return (
-                f"pin {name}={wanted} cannot be kept on {spec.num_devices} devices"
-                f"{' with the other pins' if len(left) < len(everything) else ''}; "
-                f"{name} can be {', '.join(map(str, _sorted(offered)))}"
-            )
-        left = remaining
-    raise AssertionError("every pin is met")
-
-
-def _sorted(values: Iterable[PinValue]) -> list[PinValue]:
-    """Numbers by size, words in the order given."""
-    found = list(values)
-    return sorted(found, key=lambda v: v if isinstance(v, int) else 0)

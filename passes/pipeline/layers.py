@@ -30,9 +30,9 @@ before they are reduced or cast:
 
 (the first layer of a pass waits for its q). A parameter that several layers read stays on the
 device, unless all layers are pinned to the host.
-Gradients that do not leave are resident all the time. What the optimizer allocates for itself is there when no
-activations are: the larger of both would count; charged is what it needs beyond one microbatch's.
-Seconds and bytes of one rank.
+Gradients that do not leave are resident all the time. What the optimizer allocates for itself is
+there when no activations are: the larger of both would count; charged is what it needs beyond one
+microbatch's. Seconds and bytes of one rank.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,6 +41,7 @@ from dataclasses import dataclass, field, replace
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.mesh import DATA_AXIS, Mesh
 from meshfold.ir.strategy import UniformStrategy
+from meshfold.passes.memory.host_use import HostUse
 from meshfold.passes.memory.typed_region import TypedRegion
 from meshfold.passes.pipeline.parameters import (
     Axes,
@@ -112,8 +113,8 @@ class StrategyCosts:
     update_bytes: int
     """What the optimizer needs beyond one microbatch's activations."""
 
-    host_bytes: int = field(default=0, kw_only=True)
-    """In the host's memory: parameters, gradients and optimizer states."""
+    host: HostUse = field(default_factory=HostUse, kw_only=True)
+    """Parameters, gradients and optimizer states."""
 
     activation_bytes: int
     gathered_bytes: int
@@ -257,7 +258,9 @@ def _on_host(here: StrategyCosts, sums: LayerParameters, context: StageContext) 
     costs = context.costs
     alone, stays = sums.alone, sums.also_elsewhere
     share = sums.trained if context.is_all_on_host else alone
-    by_layer = alone.copied if here.strategy.offload == "parameters" else 0
+    offload = here.strategy.offload
+    by_layer = alone.copied if offload == "parameters" else 0
+    on_disk = share.update.state_bytes if offload == "disk" else 0
     leaves_s, late_s = costs.host_s(sums.leaving), costs.host_s(share.updated - sums.leaving)
     again_s, comes_s = costs.host_s(by_layer), costs.host_s(share.copied - by_layer)
     first_s = context.first_share * again_s
@@ -270,12 +273,12 @@ def _on_host(here: StrategyCosts, sums: LayerParameters, context: StageContext) 
         forward_s=max(here.forward_s, here.gather_s + again_s) + first_s,
         backward_s=max(here.backward_s, here.gather_s + again_s, leaves_s) + first_s,
         exposed_s=here.exposed_s + comes_s + late_s,
-        optimizer_s=here_s + host_optimizer_s(share.update, costs),
+        optimizer_s=here_s + host_optimizer_s(share.update, costs, on_disk=on_disk > 0),
         parameter_bytes=sums.stored - share.updated + share.copied - by_layer,
         gradient_bytes=sums.gradients - sums.leaving,
         optimizer_bytes=sums.trained.update.state_bytes - share.update.state_bytes,
         update_bytes=update_bytes,
-        host_bytes=2 * share.updated + share.update.state_bytes,
+        host=HostUse(2 * share.updated + share.update.state_bytes - on_disk, on_disk),
         workspace_bytes=here.workspace_bytes + sums.leaving + 2 * by_layer,
     )
 

@@ -18,16 +18,15 @@ from typing import get_args
 
 from meshfold.cost_models.pipeline.schedules import Schedule, ScheduleKind
 from meshfold.errors import OptionError
-from meshfold.ir.strategy import UPDATED_BY_HOST, Offload, Recompute, UniformStrategy
-from meshfold.passes.one_pass.pruning import Left
+from meshfold.ir.strategy import Offload, Recompute, UniformStrategy
+from meshfold.passes.one_pass.pins import keeps_pins
+from meshfold.passes.one_pass.pruning import Left, divisors
 from meshfold.passes.one_pass.tree import (
     CONTEXT,
     NODE,
     PINNED,
     SearchSpec,
     can_shard_batch,
-    divisors,
-    keeps_pins,
     may_come_by_layer,
     may_shard_batch,
     offered_axes,
@@ -203,8 +202,10 @@ def _offloads(spec: SearchSpec) -> tuple[Offload, ...]:
     if pinned and refused:
         raise OptionError(refused[0])
     offered: tuple[Offload, ...] = get_args(Offload)
-    everything = ("none", *(x for x in offered if x in UPDATED_BY_HOST and not refused))
-    return tuple(x for x in everything if pinned in ("", x))
+    if pinned:
+        return tuple(x for x in offered if x == pinned)
+    on_host = ("disk",) if spec.states_on_disk else ("optimizer", "parameters")
+    return tuple(x for x in offered if x == "none" or (x in on_host and not refused))
 
 
 def _kinds(spec: SearchSpec, every_kind: Sequence[Kind]) -> tuple[Kind, ...]:

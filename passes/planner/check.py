@@ -134,11 +134,13 @@ def _with_hosts(
     for name, rate, what in (
         ("host_bytes_per_s", cluster.host_bytes_per_s, {*UPDATED_BY_HOST, "activations"}),
         ("host_memory_bytes_per_s", cluster.host_memory_bytes_per_s, UPDATED_BY_HOST),
+        ("disk_bytes_per_s", cluster.disk_bytes_per_s, {"disk"}),
     ):
         if not rate and what.intersection(offloads):
             raise PlanMismatchError(
                 "the plan offloads to the host, and nothing is known about the link between device "
-                f"and host, or its memory; give {name} of the devices in the plan's cluster"
+                f"and host, its memory or its disk; give {name} of the devices in the plan's "
+                "cluster"
             )
     facts = slot_facts(split)
     found = []

@@ -119,7 +119,7 @@ def _plan_in_one_pass(request: PlanRequest, progress: Progress | None) -> Plan:
         stats=found.stats,
         notes=(
             *found.notes,
-            *host_notes(found.best.priced, options.optimizer),
+            *host_notes(found.best.priced, options.optimizer, request.cluster),
             *(
                 f"baseline {name} is not priced: a batch of {batch_size} does not divide over "
                 f"{s.dp} ranks"

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from meshfold.errors import OptionError
 from meshfold.ir.options import SLICES
+from meshfold.ir.strategy import UPDATED_BY_HOST
 from meshfold.passes.planner.assembly import PlanRequest
 from meshfold.passes.price.parameters import BUCKET_BYTES
 from meshfold.passes.split.operator_slices import largest_operator_bytes

@@ -138,9 +138,11 @@ def optimizer_s(update: Update, costs: CostModel) -> float:
     return costs.compute_s(update.flops, update.moved_bytes, "bfloat16")
 
 
-def host_optimizer_s(update: Update, costs: CostModel) -> float:
-    """The same where the host has the states: in its own memory."""
-    return costs.host_update_s(update.moved_bytes)
+def host_optimizer_s(update: Update, costs: CostModel, *, on_disk: bool = False) -> float:
+    """The same where the host has the states: in its own memory. on_disk: they are read from its
+    disk first and written behind, which nothing hides."""
+    disk_s = costs.disk_s(2 * update.state_bytes) if on_disk else 0.0
+    return costs.host_update_s(update.moved_bytes) + disk_s
 
 
 def _optimizer_s(
@@ -152,7 +154,7 @@ def _optimizer_s(
     reads: ProgramReads,
 ) -> float:
     """The device's pass, and the host's."""
-    here, elsewhere = Update(), Update()
+    here, elsewhere, on_disk = Update(), Update(), Update()
     for (r, first), count in reads.count_first(folded).items():
         is_here = offloads is None or offloads[r] not in UPDATED_BY_HOST
         for i in first.parameters:
@@ -160,10 +162,11 @@ def _optimizer_s(
             update = local_update(value, layout, costs.mesh.sizes, optimizer).times(count)
             if is_here:
                 here += update
+            elif value.requires_grad and offloads and offloads[r] == "disk":
+                on_disk += update
             elif value.requires_grad:
                 elsewhere += update
-    here_s = optimizer_s(here, costs)
-    if not elsewhere.moved_bytes:
-        return here_s
+    here_s, host_s = optimizer_s(here, costs), host_optimizer_s(elsewhere, costs)
+    host_s += host_optimizer_s(on_disk, costs, on_disk=True)
     # The optimizer is started in any case.
-    return max(here_s, costs.launch_s) + host_optimizer_s(elsewhere, costs)
+    return max(here_s, costs.launch_s) + host_s if host_s else here_s

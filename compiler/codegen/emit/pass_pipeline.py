@@ -137,13 +137,10 @@ def _bucket(program: EmittedProgram | None, of: Subject) -> EmittedProgram:
     assert program is not None, "there are collectives to bucket"
     offloaded = offloaded_parameters(of.split, of.plan)
     saved = regions_saved_on_host(of.plan)
-    # A layer whose chunks cross its boundaries runs while its neighbours do.
-    crossed = [k for k, boundary in enumerate(program.boundaries) if boundary.is_crossed]
-    stays = {source.name for k in crossed for source in of.split.instances[k].sources}
     return replace(
         bucketed(program, of.plan),
         offloaded=offloaded,
-        by_layer=parameters_by_layer(of.split, of.plan) - stays,
+        by_layer=parameters_by_layer(of.split, of.plan),
         saved_on_host=saved,
     )
 

@@ -35,6 +35,8 @@ from meshfold.passes.one_pass.candidates import StrategyCandidate
 from meshfold.passes.one_pass.priced import order_of
 from meshfold.passes.one_pass.search import MeshPlanner
 from meshfold.passes.one_pass.tree import strategies_on
+from meshfold.passes.price.region import HostTraffic
+from meshfold.passes.price.step import ends_s, instance_s
 from meshfold.passes.region.typing import MeshSearch
 
 PROBER = OpProber()
@@ -121,7 +123,7 @@ def test_a_slow_link_exposes_what_compute_does_not_hide() -> None:
     device = replace(group.device, host_bytes_per_s=1e6)
     costs = replace(of.costs, cluster=replace(slow, groups=(replace(group, device=device),)))
     candidate = layer_leaf(of, UniformStrategy(offload="activations"))
-    traffic = host_traffic(candidate.strategy.offload, candidate.memory, 0, 0, costs)
+    traffic = host_traffic(candidate.strategy.offload, candidate.memory, 0, 0, 0, costs)
     assert traffic.saved_s == candidate.memory.saved_bytes / 1e6 > candidate.price.backward_s
 
 
@@ -145,6 +147,34 @@ def test_offloaded_states_leave_and_the_way_there_and_back_is_paid() -> None:
     assert moved.time_s == pytest.approx(expected_s, rel=1e-12)
     # Gradients of the layer that is last have nothing to hide behind, nor its parameters.
     assert moved.ends_s == pytest.approx(2 * one_way_s)
+
+
+def test_parameters_that_come_by_layer_come_twice() -> None:
+    of = planner("llama", 1, 1)
+    plain, staying, moved = (
+        layer_leaf(of, UniformStrategy(offload=offload))
+        for offload in ("none", "optimizer", "parameters")
+    )
+    num_bytes = plain.parameter_bytes
+    one_way_s = num_bytes / HOST_BYTES_PER_S
+    forward_s, backward_s = plain.price.forward_s, plain.price.backward_s
+    hidden = max(forward_s, one_way_s) + max(backward_s, one_way_s)
+    assert moved.time_s == pytest.approx(hidden + 7 * num_bytes / 13.6e9, rel=1e-12)
+    assert moved.price.host.by_layer_s == pytest.approx(one_way_s)
+    assert moved.parameter_bytes == moved.optimizer_bytes == moved.gradient_bytes == 0
+    # Its own, and those of the layer that comes.
+    assert moved.workspace_bytes == staying.workspace_bytes + 2 * num_bytes
+    # Under ZeRO 3 a gather waits for its copy: 7 + 3 seconds, and 2 x 3 + 4 of gathers and more.
+    price = replace(
+        plain.price,
+        forward_s=1.0,
+        backward_s=8.0,
+        gather_s={"dp": 3.0},
+        reduce_s={"dp": 4.0},
+        host=HostTraffic(gradients_s=2.0, parameters_s=7.0, by_layer_s=7.0),
+    )
+    assert instance_s(price) == 10.0 + 10.0 and ends_s(price) == 3.0 + 4.0 + 7.0 + 2.0
+    assert instance_s(replace(price, num_gathers=1, gather_s={})) == 7.0 + 8.0
 
 
 def test_zero_2_stores_shards_and_keeps_what_it_gathers() -> None:

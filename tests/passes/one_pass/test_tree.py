@@ -4,6 +4,7 @@ import pytest
 
 from meshfold.errors import OptionError
 from meshfold.ir.strategy import Degrees, UniformStrategy
+from meshfold.passes.one_pass.pruning import divisors
 from meshfold.passes.one_pass.tree import (
     BATCH,
     CONTEXT,
@@ -22,7 +23,6 @@ from meshfold.passes.one_pass.tree import (
     UNASKED_OFFLOAD,
     SearchSpec,
     Tree,
-    divisors,
     grow_tree,
 )
 

@@ -49,7 +49,8 @@ def started(pins: Mapping[str, PinValue], family: str = "stack", **options: Any)
     else:
         model, batch = tiny_model(family)
     if "precision" in options:
-        model, batch = model.float(), {k: x.float() for k, x in batch.items()}
+        model = model.float()
+        batch = {k: x.float() if x.is_floating_point() else x for k, x in batch.items()}
     compiled = meshfold.compile(
         model, cluster_with_hosts(ranks), batch, options=CompileOptions(pins=pins, **options)
     )
@@ -66,10 +67,15 @@ class Compared(NamedTuple):
     stored_bytes: int
 
 
-def compared(pins: Mapping[str, PinValue], family: str = "stack", **options: Any) -> Compared:
-    """After three steps with all optimizer states on the host, and without."""
+def compared(
+    pins: Mapping[str, PinValue],
+    family: str = "stack",
+    offload: str = "optimizer",
+    **options: Any,
+) -> Compared:
+    """After three steps with all optimizer states on the host, and without. offload: of the pin."""
     right = started(pins, family, **options).steps(3)
-    found = started({**pins, "offload": "optimizer"}, family, **options).steps(3)
+    found = started({**pins, "offload": offload}, family, **options).steps(3)
     own = dict(right.model.named_parameters())
     differ = [n for n, p in found.model.named_parameters() if not torch.equal(p, own[n])]
     host = found.model._host
@@ -77,6 +83,7 @@ def compared(pins: Mapping[str, PinValue], family: str = "stack", **options: Any
     assert host.link.num_bytes_to_host > 0 and not any(
         c.grad is not None for c in host._copies.values()
     )
+    assert host.by_layer.num_bytes == 0, "what comes layer by layer has gone"
     names = found.model.program.offloaded & {found.model._canonical[n] for n in own}
     stored = sum(p.nbytes for n, p in own.items() if found.model._canonical[n] in names)
     return Compared(differ, len(names), host.num_device_bytes, stored)
