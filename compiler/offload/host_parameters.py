@@ -48,7 +48,10 @@ class HostParameters:
         self._page_of = {name: k for k, page in enumerate(self._pages) for name in page}
         self._arrivals: dict[int, torch.cuda.Event | None] = {}
         """By page: pages that nobody has waited for yet."""
-        self._stored: dict[str, Tensor] = {}
+        self._stored: dict[str, Tensor] = {copy.name: stored[copy.name] for copy in copies}
+        self._values: dict[str, Tensor] = {}
+        """What is read of them."""
+        self._instead: dict[int, Tensor] = {}
         self._versions: dict[str, int] = {}
         """Of what was copied last, as autograd counts changes."""
         self._ends_later = False
@@ -73,7 +76,9 @@ class HostParameters:
         """`parameters` with copies on the device for those that are stored on the host, as they are
         now; they are on their way."""
         self._stored = {name: parameters[name] for name in self._copies}
-        self.by_layer.begin(self._stored)
+        instead = self._instead
+        self._values = {name: instead.get(id(p), p) for name, p in self._stored.items()}
+        self.by_layer.begin(self._values)
         with torch.no_grad():
             for k, page in enumerate(self._pages):
                 for name in page:
@@ -81,10 +86,18 @@ class HostParameters:
                 self._arrivals[k] = self.link.arrival()
         return {**parameters, **self._copies}
 
+    def has_stored(self, parameter: Tensor) -> bool:
+        """Whether a parameter is one of those."""
+        return any(parameter is stored for stored in self._stored.values())
+
+    def read_instead(self, values: Mapping[Tensor, Tensor]) -> None:
+        """Forwards read these, by stored parameter, while something else updates the parameters."""
+        self._instead = {id(parameter): value for parameter, value in values.items()}
+
     def _renew(self, name: str) -> None:
         """Copy a parameter. A graph of an earlier forward that is still to run backward takes it
         for the same tensor, unless autograd saw the parameter change: then it refuses, as ever."""
-        copy, stored = self._copies[name], self._stored[name].detach()
+        copy, stored = self._copies[name], self._values[name].detach()
         is_same = self._versions.get(name) == stored._version
         self.link.to_device(copy.data if is_same else copy, stored)
         self._versions[name] = stored._version

@@ -9,6 +9,11 @@ from meshfold.ir.strategy import UPDATED_BY_HOST, Offload
 from meshfold.passes.memory.host_use import HostUse
 from meshfold.units import bytes_text
 
+LATE = (
+    "the host's step overlaps nothing; under meshfold.LateUpdates it runs beside the next one, which "
+    "then trains on parameters that are one update old"
+)
+
 
 def check_host_memory(use: HostUse, cluster: ClusterSpec) -> None:
     """Raises InfeasibleError where a device's share of the host's memory is known and smaller than
@@ -37,6 +42,7 @@ def stored_notes(offloads: Sequence[Offload], use: HostUse) -> list[str]:
             f"parameters and {what} of {stored} {of} are in the host's memory: "
             f"{bytes_text(use.memory_bytes)} of it per device"
         )
+        notes.append(LATE)
     if on_disk:
         notes.append(
             f"optimizer states of {on_disk} {of} are on the host's disk: "

@@ -280,7 +280,7 @@ def test_a_model_twice_as_large_trains_in_the_same_memory(
         pins = {"offload": "none", "recompute": "full"}
         meshfold.compile(stack_model(9, 64, 4)[0], spec, batch, options=replace(options, pins=pins))
     assert found.plan.memory.peak <= budget
-    host = found._host
+    host = found.host_side
     assert host is not None
     on_host = [p for n, p in found.named_parameters() if n in found.program.offloaded]
     here = [p for n, p in found.named_parameters() if n not in found.program.offloaded]

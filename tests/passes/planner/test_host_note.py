@@ -7,19 +7,20 @@ from support.processes.offload import cluster_with_hosts
 
 from meshfold.errors import InfeasibleError
 from meshfold.passes.memory.host_use import HostUse
-from meshfold.passes.planner.host_note import check_host_memory, stored_notes
+from meshfold.passes.planner.host_note import LATE, check_host_memory, stored_notes
 
 
 def test_layers_are_counted() -> None:
     assert stored_notes(["none", "activations"], HostUse()) == []
-    (stored,) = stored_notes(["optimizer", "none"], HostUse(2_000_000))
+    stored, late = stored_notes(["optimizer", "none"], HostUse(2_000_000))
     assert stored == (
         "parameters and optimizer states of 1 of 2 layers are in the host's memory: 2 MB of it per "
         "device"
     )
-    stored, by_layer = stored_notes(["optimizer", "parameters", "none"], HostUse(8))
+    assert late == LATE
+    stored, _, by_layer = stored_notes(["optimizer", "parameters", "none"], HostUse(8))
     assert "of 2 of 3 layers" in stored and "of 1 of 3 layers are on the device only" in by_layer
-    stored, on_disk = stored_notes(["disk", "none"], HostUse(8, 3_000_000))
+    stored, _, on_disk = stored_notes(["disk", "none"], HostUse(8, 3_000_000))
     assert stored.startswith("parameters and gradients of 1 of 2 layers are in the host's memory")
     assert on_disk == (
         "optimizer states of 1 of 2 layers are on the host's disk: 3 MB per device; call "

@@ -72,7 +72,7 @@ def test_layers_of_a_pipeline_go_to_the_host_one_by_one() -> None:
     layer_bytes = 8 * (2 * 64 * 128 + 128 + 64)
     assert whole.memory.gradients == 3 * layer_bytes and least.memory.gradients == 0
     assert found.memory.gradients in (layer_bytes, 2 * layer_bytes)
-    (note,) = (x for x in found.notes if "host's memory" in x)
+    (note,) = (x for x in found.notes if "host's memory:" in x)
     assert note.startswith("parameters and optimizer states of ")
     (why,) = (x for x in found.notes if x.startswith("fits because: "))
     assert "optimizer states of " in why

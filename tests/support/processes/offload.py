@@ -78,7 +78,7 @@ def compared(
     found = started({**pins, "offload": offload}, family, **options).steps(3)
     own = dict(right.model.named_parameters())
     differ = [n for n, p in found.model.named_parameters() if not torch.equal(p, own[n])]
-    host = found.model._host
+    host = found.model.host_side
     assert host is not None
     assert host.link.num_bytes_to_host > 0 and not any(
         c.grad is not None for c in host._copies.values()
