@@ -46,10 +46,12 @@ class LayerCopies:
         return sum(self._sizes[key] for key in self._arrivals)
 
     def begin(self, stored: Mapping[str, Tensor]) -> None:
-        """A forward begins, with these parameters: nothing is here."""
-        self._kept.clear()
+        """A forward begins, with these parameters: nothing is here but what others refer to, which
+        is renewed."""
         self.hold(())
         self._stored = stored
+        self._arrivals.clear()
+        self._bring([self._copies[key][1] for key in self._kept])
 
     def hold(self, now: Iterable[Tensor], ahead: Iterable[Tensor] = ()) -> None:
         """Free all copies but these, which come; the device waits for those of `now`."""
@@ -69,7 +71,7 @@ class LayerCopies:
         self._arrivals[id(copy)] = None
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """These outlive the layer: a copy whose memory they are stays until the next forward."""
+        """These outlive the layer: a copy whose memory they are stays from here on."""
         for tensor in tensors:
             key = self._at.get(tensor.untyped_storage().data_ptr())
             if key is not None:

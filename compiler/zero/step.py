@@ -361,7 +361,7 @@ class TrainingStep:
         if self.copies.is_empty:
             return
         # The last members are not released in forward, and these are on memory that goes.
-        for use in chain.from_iterable(self.uses[:instance]):
+        for use in self.uses[instance - 1] if instance else ():
             if not use.group.gather and self.host_side.has_by_layer(use.shards):
                 use.release()
         self.copies.enter(instance)

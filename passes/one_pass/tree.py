@@ -36,7 +36,8 @@ BATCH = "batch does not divide over dp"
 NO_HOST_LINK = "no figure for the link to the host"
 NO_HOST_MEMORY = "no figure for the memory of the host"
 NO_DISK = "no figure for the disk of the host"
-IN_MEMORY = "optimizer states on disk only where the host's memory is too small, and then all"
+IN_MEMORY = "optimizer states on disk while the host's memory is not known to be too small"
+ALL_ON_DISK = "optimizer states in the host's memory, which has no room for all of them"
 UNASKED_OFFLOAD = "nobody asks for offload"
 NO_STATES = "the optimizer has no states to offload"
 SAVED_EAGER = "activations go to the host in mode eager alone"
@@ -52,7 +53,7 @@ NO_ZERO = "dp_shard without ZeRO"
 PRUNING_RULES = (NODE, CONTEXT, EXPERTS, GRADIENTS, MIXED)
 """Rules of the tree that can be switched off."""
 
-RESTRICTIONS = (NODE, CONTEXT, MIXED, SAVED_EAGER, SAVED_ONCE)
+RESTRICTIONS = (NODE, CONTEXT, MIXED, SAVED_EAGER, SAVED_ONCE, ALL_ON_DISK)
 """Rules that may take what wins: no bound covers what they leave out, and plans say so."""
 
 
@@ -265,11 +266,12 @@ def _rules(spec: SearchSpec) -> list[tuple[str, _Keeps]]:
         rules.append((NO_HOST_LINK, lambda strategy: strategy.offload == "none"))
     if not spec.host_memory_bytes_per_s:
         rules.append((NO_HOST_MEMORY, lambda s: s.offload not in UPDATED_BY_HOST))
+    if spec.states_on_disk:
+        rules.append((ALL_ON_DISK, lambda s: s.offload not in ("optimizer", "parameters")))
+    elif "offload" not in spec.pins:
+        rules.append((IN_MEMORY, lambda strategy: strategy.offload != "disk"))
     if not spec.disk_bytes_per_s:
         rules.append((NO_DISK, lambda strategy: strategy.offload != "disk"))
-    if "offload" not in spec.pins:
-        left_out = {"optimizer", "parameters"} if spec.states_on_disk else {"disk"}
-        rules.append((IN_MEMORY, lambda strategy: strategy.offload not in left_out))
     if not spec.has_states:
         rules.append((NO_STATES, lambda strategy: strategy.offload not in UPDATED_BY_HOST))
     if spec.mode != "eager":

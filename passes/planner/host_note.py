@@ -10,8 +10,8 @@ from meshfold.passes.memory.host_use import HostUse
 from meshfold.units import bytes_text
 
 LATE = (
-    "the host's step overlaps nothing; under meshfold.LateUpdates it runs beside the next one, which "
-    "then trains on parameters that are one update old"
+    "the host's step overlaps nothing; under meshfold.LateUpdates it runs beside the next step, "
+    "which then trains on parameters that are one update old"
 )
 
 

@@ -44,15 +44,17 @@ def test_autograd_finds_what_has_gone() -> None:
     assert torch.equal(device["a"].grad, 2 * stored["a"])
 
 
-def test_what_others_hold_stays_until_the_next_forward() -> None:
+def test_what_others_hold_stays_and_is_renewed() -> None:
     copies, device, stored = made("a", "b")
     copies.hold([device["a"]], [device["b"]])
     copies.keep([device["a"].detach().view(2, 2), torch.ones(1)])
     assert copies.note(device["b"].detach().view(torch.int32)) is None, "no note can say its dtype"
     copies.hold(())
     assert copies.num_bytes == 32 and torch.equal(device["a"], stored["a"])
+    with torch.no_grad():
+        stored["a"].fill_(7.0)
     copies.begin(stored)
-    assert copies.num_bytes == 0
+    assert copies.num_bytes == 32 and device["a"].tolist() == [7.0] * 4
 
 
 def test_a_parameter_that_was_changed_is_not_read_again() -> None:

@@ -159,8 +159,9 @@ def test_checkpoints_go_from_ranks_to_other_ranks(pools: Pools, tmp_path: Path) 
     assert all(pools.run(2, f"{POOLED}:checkpointed", str(tmp_path / "last"), *plans))
 
 
-def test_evaluation_and_batches_of_other_sizes_read_what_the_host_has() -> None:
-    run = started({"offload": "optimizer"}).steps(1)
+@pytest.mark.parametrize("offload", ["optimizer", "parameters", "disk"])
+def test_evaluation_and_batches_of_other_sizes_read_what_the_host_has(offload: str) -> None:
+    run = started({"offload": offload}).steps(1)
     right = started({}).steps(1)
     half = {name: x[:4] for name, x in run.batch.items()}
     for batch in (run.batch, half):

@@ -16,6 +16,7 @@ from meshfold.capture.pipeline import capture
 from meshfold.codegen.emit.pipeline import emit_plan
 from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.ir.cluster import ClusterSpec
 from meshfold.ir.op_graph import FoldedGraph, OpGraph, Slot, SlotKind, Value
 from meshfold.ir.options import CompileOptions
 from meshfold.ir.spmd import INVARIANT, Shard
@@ -43,6 +44,14 @@ PROBER = OpProber()
 HOST_BYTES_PER_S = 15.75e9  # of dgx-v100, each way
 
 
+def with_disks() -> ClusterSpec:
+    """Four V100, whose host has a disk of 1 GB/s for each."""
+    spec = resolve_cluster("dgx-v100", 4)
+    (group,) = spec.groups
+    device = replace(group.device, disk_bytes_per_s=1e9)
+    return replace(spec, groups=(replace(group, device=device),))
+
+
 @cache
 def graph_of(family: str) -> FoldedGraph:
     return capture(*tiny_model(family)).graph
@@ -50,7 +59,7 @@ def graph_of(family: str) -> FoldedGraph:
 
 @cache
 def search_of(family: str, dp: int, tp: int) -> MeshSearch:
-    cluster = resolve_cluster("dgx-v100", 4)
+    cluster = with_disks()
     return MeshSearch(graph_of(family), cluster, build_mesh(cluster, dp, tp), BATCH)
 
 
@@ -66,7 +75,7 @@ def planner(
     """Over the candidates `among`, those that cannot run included."""
     return MeshPlanner(
         graph_of(family),
-        resolve_cluster("dgx-v100", 4),
+        with_disks(),
         search_of(family, dp, tp),
         [candidate for candidate in strategies_on(Degrees(dp=dp, tp=tp)) if among(candidate)],
         CompileOptions(memory_bytes=memory_bytes, optimizer=optimizer),
@@ -118,7 +127,7 @@ def test_offloaded_activations_hide_behind_compute_as_far_as_the_link_allows() -
 
 def test_a_slow_link_exposes_what_compute_does_not_hide() -> None:
     of = planner("llama", 1, 1)
-    slow = resolve_cluster("dgx-v100", 4)
+    slow = with_disks()
     (group,) = slow.groups
     device = replace(group.device, host_bytes_per_s=1e6)
     costs = replace(of.costs, cluster=replace(slow, groups=(replace(group, device=device),)))

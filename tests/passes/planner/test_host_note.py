@@ -14,8 +14,8 @@ def test_layers_are_counted() -> None:
     assert stored_notes(["none", "activations"], HostUse()) == []
     stored, late = stored_notes(["optimizer", "none"], HostUse(2_000_000))
     assert stored == (
-        "parameters and optimizer states of 1 of 2 layers are in the host's memory: 2 MB of it per "
-        "device"
+        "parameters and optimizer states of 1 of 2 layers are in the host's memory: 2.00 MB of it "
+        "per device"
     )
     assert late == LATE
     stored, _, by_layer = stored_notes(["optimizer", "parameters", "none"], HostUse(8))
@@ -23,7 +23,7 @@ def test_layers_are_counted() -> None:
     stored, _, on_disk = stored_notes(["disk", "none"], HostUse(8, 3_000_000))
     assert stored.startswith("parameters and gradients of 1 of 2 layers are in the host's memory")
     assert on_disk == (
-        "optimizer states of 1 of 2 layers are on the host's disk: 3 MB per device; call "
+        "optimizer states of 1 of 2 layers are on the host's disk: 3.00 MB per device; call "
         "meshfold.keep_states_on_disk(optimizer, folder)"
     )
 
@@ -35,6 +35,8 @@ def test_what_is_more_than_the_host_has_is_refused() -> None:
     device = replace(group.device, host_memory_bytes=1000)
     small = replace(spec, groups=(replace(group, device=device),))
     check_host_memory(HostUse(1000, 1 << 60), small)
-    with pytest.raises(InfeasibleError, match="host's memory per device, and there are 1 kB") as e:
+    with pytest.raises(
+        InfeasibleError, match="host's memory per device, and there are 1.00 kB"
+    ) as e:
         check_host_memory(HostUse(1001), small)
     assert (e.value.binding_constraint, e.value.required_bytes) == ("host memory", 1001)

@@ -21,7 +21,8 @@ def cluster_with_hosts(num_devices: int) -> ClusterSpec:
     """Processes of this machine, as if they had hosts."""
     cluster = resolve_cluster("local-cpu", num_devices)
     (group,) = cluster.groups
-    device = replace(group.device, host_bytes_per_s=1e10, host_memory_bytes_per_s=1e10)
+    rates = {"host_bytes_per_s": 1e10, "host_memory_bytes_per_s": 1e10, "disk_bytes_per_s": 1e9}
+    device = replace(group.device, **rates)
     return replace(cluster, groups=(replace(group, device=device),))
 
 
