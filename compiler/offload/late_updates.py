@@ -51,7 +51,7 @@ class LateUpdates:
         self._running: Thread | None = None
         self._late: Optimizer | None = None
         self._failure: BaseException | None = None
-        model.register_state_dict_pre_hook(lambda *_: self.finish())
+        model.register_state_dict_pre_hook(lambda *_: self.finish())  # type: ignore[no-untyped-call]
 
     def step(self) -> None:
         """Hand the gradients over, which are gone from the parameters afterwards. Parameters on the
