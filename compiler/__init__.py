@@ -24,6 +24,7 @@ _EXPORTS = {
     "RankLostError": "meshfold.errors",
     "StageLostError": "meshfold.errors",
     "UnsupportedOpError": "meshfold.errors",
+    "LateUpdates": "meshfold.offload.late_updates",
     "LowPrecisionStates": "meshfold.low_precision.states",
     "Plan": "meshfold.ir.plan",
     "compile": "meshfold.api",
@@ -43,6 +44,7 @@ __all__ = [
     "CompileOptions",
     "CompiledModel",
     "InfeasibleError",
+    "LateUpdates",
     "LowPrecisionStates",
     "MeshfoldError",
     "PassError",
@@ -84,6 +86,7 @@ if TYPE_CHECKING:
     from meshfold.ir.options import CompileOptions
     from meshfold.ir.plan import Plan
     from meshfold.low_precision.states import LowPrecisionStates
+    from meshfold.offload.late_updates import LateUpdates
     from meshfold.offload.state_files import keep_states_on_disk
     from meshfold.plan_file.io import load_plan, save_plan
     from meshfold.training.checkpoint import load_checkpoint, save_checkpoint

@@ -5,7 +5,7 @@ import random
 from collections.abc import Mapping
 
 from meshfold.ir.options import Mode, PinValue
-from meshfold.passes.one_pass.tree import divisors
+from meshfold.passes.one_pass.pruning import divisors
 
 AXES: Mapping[str, int] = {"dp": 4, "tp": 4, "pp": 3, "cp": 1}
 """Weights by which a prime factor of the devices goes to an axis."""

@@ -23,7 +23,7 @@ from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.options import CompileOptions, PinValue
 from meshfold.ir.plan import Plan
 from meshfold.memory_probe.prober import OpProber
-from meshfold.passes.one_pass.tree import pinned_values
+from meshfold.passes.one_pass.pins import pinned_values
 from meshfold.passes.planner.find import find_plan_for
 from meshfold.refine.pipeline import refined
 from meshfold.units import seconds_text

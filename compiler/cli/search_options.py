@@ -84,9 +84,10 @@ def _what_is_searched() -> tuple[Callable[..., Any], ...]:
         "--allow",
         type=click.Choice([OFFLOAD, LOW_PRECISION_STATES]),
         multiple=True,
-        help=f"Repeatable. {OFFLOAD}: let optimizer states and activations in the hosts' memory "
-        f"compete [default: where nothing else fits]; {LOW_PRECISION_STATES}: let AdamW's states "
-        "in bfloat16 and 8 bits compete [default: never].",
+        help=f"Repeatable. {OFFLOAD}: let optimizer states, parameters and activations in the "
+        "hosts' memory compete [default: where nothing else fits]; "
+        f"{LOW_PRECISION_STATES}: let AdamW's states in bfloat16 and 8 bits compete [default: "
+        "never].",
     )
     without_rule = click.option(
         "--without-rule",

@@ -53,6 +53,10 @@ class DeviceSpec:
     host_memory_bytes_per_s: float = 0.0
     """What one device's share of the host reads and writes in its own memory while it runs an
     optimizer's step; 0 if unknown."""
+    host_memory_bytes: int = 0
+    """One device's share of the host's memory, for what plans store there; 0 if unknown."""
+    disk_bytes_per_s: float = 0.0
+    """What one device's share of the host's disk reads or writes; 0 if unknown."""
     overlap_slowdown: float = OVERLAP_SLOWDOWN
     """By which compute and a collective are slower while they overlap, from 1 (neither takes
     anything from the other) to 2 (nothing is gained)."""
@@ -169,6 +173,16 @@ class ClusterSpec:
         return min(g.device.host_memory_bytes_per_s for g in self.groups)
 
     @property
+    def host_memory_bytes(self) -> int:
+        """The smallest share of a host's memory; 0 if one of them is unknown."""
+        return min(g.device.host_memory_bytes for g in self.groups)
+
+    @property
+    def disk_bytes_per_s(self) -> float:
+        """The slowest disk, per device; 0 if one of them is unknown."""
+        return min(g.device.disk_bytes_per_s for g in self.groups)
+
+    @property
     def overlap_slowdown(self) -> float:
         """Of the device that loses most."""
         return max(g.device.overlap_slowdown for g in self.groups)
@@ -210,6 +224,8 @@ def _check_device(path: str, device: DeviceSpec) -> None:
     _check_not_negative(f"{path}.reserve_bytes", device.reserve_bytes)
     _check_not_negative(f"{path}.host_bytes_per_s", device.host_bytes_per_s)
     _check_not_negative(f"{path}.host_memory_bytes_per_s", device.host_memory_bytes_per_s)
+    _check_not_negative(f"{path}.host_memory_bytes", device.host_memory_bytes)
+    _check_not_negative(f"{path}.disk_bytes_per_s", device.disk_bytes_per_s)
     if not 1 <= device.overlap_slowdown <= 2:
         raise ClusterSpecError(
             f"{path}.overlap_slowdown: must be from 1 (compute and collectives do not disturb each "

@@ -340,8 +340,10 @@ class Plan:
 
     @property
     def chained_chunks(self) -> bool:
-        """Whether micro-chunks may cross boundaries of layers (meshfold.codegen.chained_chunks)."""
-        return bool(self.pins.get(CHAINED_CHUNKS, 1))
+        """Whether micro-chunks may cross boundaries of layers (meshfold.codegen.chained_chunks):
+        not where parameters are on the device only while their layer runs."""
+        by_layer = any(region.strategy.offload == "parameters" for region in self.regions)
+        return bool(self.pins.get(CHAINED_CHUNKS, 1)) and not by_layer
 
     @property
     def world_size(self) -> int:

@@ -17,9 +17,14 @@ Recompute = Literal["none", "selective", "full"]
 those that are dear to compute for their bytes (RegionTyping.kept); or "full", so that only the
 region's inputs are saved."""
 
-Offload = Literal["none", "optimizer", "activations"]
+Offload = Literal["none", "optimizer", "parameters", "disk", "activations"]
 """What of a region is in the host's memory: nothing; its parameters, gradients and optimizer
-states, which the host updates; or the activations that it saves for its backward."""
+states, which the host updates; the same, and the device has the parameters only while the region
+runs; the same but for the states, which are on the host's disk; or the activations that the region
+saves for its backward."""
+
+UPDATED_BY_HOST: frozenset[Offload] = frozenset({"optimizer", "parameters", "disk"})
+"""Where the host stores the parameters."""
 
 TpMode = Literal["tensor", "sequence", "data"]
 """What a tp axis shards in a region: "tensor", the weights; "sequence", also the activations

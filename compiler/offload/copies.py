@@ -18,31 +18,38 @@ the first layers run while the last ones are on their way. A round figure."""
 @dataclass(frozen=True)
 class DeviceCopy:
     """Of one parameter. has_one_use: one use makes all of its gradient. is_shared: other devices
-    hold it, too, and its gradient is the sum of theirs."""
+    hold it, too, and its gradient is the sum of theirs. comes_by_layer: it has memory only while
+    the layer that reads it runs."""
 
     name: str
     dtype: torch.dtype
     has_one_use: bool = True
     is_shared: bool = False
+    comes_by_layer: bool = False
 
 
 def device_copies(
-    programs: Sequence[EmittedProgram], names: Iterable[str], shared: Iterable[str]
+    programs: Sequence[EmittedProgram],
+    names: Iterable[str],
+    shared: Iterable[str],
+    by_layer: Iterable[str] = (),
 ) -> list[DeviceCopy]:
     """The copies of the parameters `names`, in the order in which the programs of a rank first read
     them. shared: names of parameters that other stages hold, too; they and those with several uses
-    are copied as they are stored, since their gradients are added up on the device."""
+    are copied as they are stored, since their gradients are added up on the device. by_layer: of
+    those that come layer by layer; what several uses read stays all the same."""
     stored = {
         p.name: torch_dtype(p.dtype) for program in programs for p in program.folded.parameters
     }
-    wanted, others = set(names), set(shared)
+    wanted, others, coming = set(names), set(shared), set(by_layer)
     found = []
     for name, dtypes in _reads(programs).items():
         if name in wanted:
             is_shared = name in others
             has_one_use = len(dtypes) == 1 and not is_shared
             dtype = torch_dtype(dtypes[0]) if has_one_use and dtypes[0] else stored[name]
-            found.append(DeviceCopy(name, dtype, has_one_use, is_shared))
+            comes_by_layer = has_one_use and name in coming
+            found.append(DeviceCopy(name, dtype, has_one_use, is_shared, comes_by_layer))
     return found
 
 

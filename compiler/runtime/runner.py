@@ -28,6 +28,7 @@ from meshfold.runtime.region_modes import (
 from meshfold.runtime.selective_recomputation import SelectiveRegion
 from meshfold.sharding.layout import shard_of
 from meshfold.zero.host_side import HostSide, NoHostSide
+from meshfold.zero.layer_copies import InstanceCopies
 from meshfold.zero.microbatch_state import SharedStep
 from meshfold.zero.parameter_group import GroupBuffers
 from meshfold.zero.step import GroupUse, TrainingStep
@@ -125,11 +126,13 @@ class ProgramRunner:
         forward = _Forward(self, step, parameters, buffers, inputs, arrived)
         if self._leaving and step.is_recording:
             forward.saved = SavedActivations(self.host_link, self._leaving, step.saved)
-        saves_notes = self._materializes and step.is_recording
+        by_layer = self.host_side.comes_by_layer
+        saves_notes = (self._materializes or by_layer) and step.is_recording
         with step.saved_tensors() if saves_notes else contextlib.nullcontext():
             for action in self.program.steps:
                 forward.act(action)
         self.mesh.place.region = ""
+        step.copies.leave_forward(step.is_recording)
         outputs = leave(step, forward.outputs())
         if not any(x.requires_grad for x in outputs):
             step.finish_backward()
@@ -172,6 +175,11 @@ class ProgramRunner:
         step.uses = [
             self._group_uses(step, k, parameters) for k in range(len(self.program.programs))
         ]
+        if self.host_side.comes_by_layer:
+            read = self._direct_parameters(parameters)
+            of = [[*chain.from_iterable(u.shards for u in uses)] for uses in step.uses]
+            both = [[*a, *b] for a, b in zip(of, read, strict=True)]
+            step.copies = InstanceCopies(self.host_side, both)
         for refs in self.program.gathered_together:
             GroupUse.gather_together([step.uses[k][number] for k, number in refs])
         for refs in self.program.reduced_together if step.is_recording else ():
@@ -190,6 +198,16 @@ class ProgramRunner:
     def selective_of(self, instance: RegionInstance) -> SelectiveRegion | None:
         """What its region needs for selective recomputation, if it has that."""
         return self._selective.get(self.program.programs[instance.index])
+
+    def _direct_parameters(self, parameters: Tensors) -> list[list[Tensor]]:
+        """Per instance, those that are passed to it directly."""
+        instances = self.program.folded.instances
+        sources = [
+            [instance.sources[v] for v in self.program.region_of(k).direct]
+            for k, instance in enumerate(instances)
+        ]
+        parameter = SourceKind.PARAMETER
+        return [[parameters[s.label] for s in of if s.kind is parameter] for of in sources]
 
     def _group_uses(self, step: TrainingStep, k: int, parameters: Tensors) -> list[GroupUse]:
         """The groups of instance `k` in this step."""
@@ -259,6 +277,7 @@ class _Forward:
 
     def _run_instance(self, action: ProgramStep) -> None:
         k = action.instance
+        self.step.enter(k)
         region = self.program.region_of(k)
         instance = self.program.folded.instances[k]
         arriving = {v: instance.sources[v] for v in region.direct}
@@ -274,6 +293,8 @@ class _Forward:
         place, name = self.step.mesh.place, region.name
         place.region = name
         results = self._run_saving(k, call)
+        if not self.step.copies.is_empty:
+            self._note_copies(k, results)
         for x in results:
             if x.requires_grad:
                 # The backward of an instance begins with the gradient of what it returned.
@@ -285,6 +306,13 @@ class _Forward:
             self.updates.append((self.buffers[instance.sources[slot].name], value))
         for key in self.runner.last_uses[k]:
             del self.values[key]
+
+    def _note_copies(self, k: int, results: Sequence[Tensor]) -> None:
+        """An instance has run on parameters that come layer by layer."""
+        self.step.host_side.keep(results)
+        for x in results:
+            if x.requires_grad:
+                x.register_hook(partial(self.step.come_to, k))  # type: ignore[no-untyped-call]
 
     def _run_saving(self, k: int, call: RegionCall) -> Sequence[Tensor]:
         """Run an instance; what it saves leaves for the host where the plan says so."""

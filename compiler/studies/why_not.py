@@ -9,7 +9,7 @@ from meshfold.errors import InfeasibleError, OptionError
 from meshfold.ir.options import CompileOptions, PinValue
 from meshfold.ir.plan import Plan
 from meshfold.models.from_argument import accepted_sizes, is_configuration, sequence_length
-from meshfold.passes.one_pass.tree import keeps_pins, pinned_values
+from meshfold.passes.one_pass.pins import keeps_pins, pinned_values
 from meshfold.report.why_not import WhyNot
 from meshfold.studies.captured_models import CapturedModels
 from meshfold.studies.changes import World, changes

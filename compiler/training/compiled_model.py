@@ -101,7 +101,7 @@ class CompiledModel(OwnParallelism):
         """Parameters of which another rank holds another shard, or none."""
         self._adopt(model, self._initial_state(model, rank_mesh))
         stored = self._tensors(self.named_parameters)
-        self._host = host_parameters(program, rank_mesh, stored, self._mark)
+        self.host_side = host_parameters(program, rank_mesh, stored, self._mark)
 
     @property
     def data_rank(self) -> int:
@@ -240,7 +240,7 @@ class CompiledModel(OwnParallelism):
             self._tensors(named) for named in (self.named_parameters, self.named_buffers)
         )
         rng = self.plan.seed, self._next_step(timeout_s)
-        return run_step(runner, self._host, parameters, buffers, inputs, rng=rng)
+        return run_step(runner, self.host_side, parameters, buffers, inputs, rng=rng)
 
     def train(self, mode: bool = True) -> "CompiledModel":
         """Switch dropout on or off. Raises OptionError where the captured program cannot follow."""
@@ -276,7 +276,7 @@ class CompiledModel(OwnParallelism):
         if isinstance(self.rank_mesh, ProcessMesh):
             self.rank_mesh.close()
             del self._states, self._form, self._calls, self._agreement
-        self.rank_mesh = self._host = None
+        self.rank_mesh = self.host_side = None
         self._is_closed = True
         self._runners.clear()
         gc.collect()  # threads of a group end when nobody holds it, not even a cycle of DeviceMesh
@@ -348,9 +348,9 @@ class CompiledModel(OwnParallelism):
                 program = emit_plan(without_dropout(program.folded), form.plan)
             constants = form.captured.constants
             self._runners[key] = (
-                PipelineRunner(program, self.rank_mesh, constants, self._host)
+                PipelineRunner(program, self.rank_mesh, constants, self.host_side)
                 if isinstance(program, EmittedPipeline)
-                else ProgramRunner(program, self.rank_mesh, constants, host_side=self._host)
+                else ProgramRunner(program, self.rank_mesh, constants, host_side=self.host_side)
             )
         return self._runners[key]
 

@@ -28,7 +28,7 @@ def host_parameters(
         return None
     holders = program.holders if isinstance(program, EmittedPipeline) else {}
     shared = [name for name, devices in holders.items() if len(devices) > 1]
-    copies = device_copies(program.stage_programs(mesh.coords), names, shared)
+    copies = device_copies(program.stage_programs(mesh.coords), names, shared, program.by_layer)
     return HostParameters(copies, parameters, mesh.device, on_gradient)
 
 

@@ -32,6 +32,7 @@ from meshfold.zero.gradient_reduction import Reducing, Reduction
 from meshfold.zero.hierarchical_all_reduce import AllReduces
 from meshfold.zero.host_side import HostSide, NoHostSide
 from meshfold.zero.last_reductions import Gradients, finish_reductions
+from meshfold.zero.layer_copies import InstanceCopies
 from meshfold.zero.microbatch_state import Key, SharedStep
 from meshfold.zero.parameter_gather import Gather, Gathered
 from meshfold.zero.parameter_group import GroupBuffers
@@ -234,6 +235,7 @@ class TrainingStep:
         self.waits_at_once = waits_at_once
         self.reducing = Reducing(mesh, shared, waits_at_once, AllReduces(mesh, hierarchical))
         self.uses: list[list[GroupUse]] = []
+        self.copies = InstanceCopies(self.host_side)
         self.is_backward = False
         self.is_recording = torch.is_grad_enabled()
         self._unsharded: dict[int, tuple[GroupUse, int]] = {}
@@ -285,7 +287,7 @@ class TrainingStep:
         owner = self._unsharded.get(tensor.untyped_storage().data_ptr())
         # Detached, or an op that saves its own output would hold itself alive.
         if owner is None:
-            return tensor.detach()
+            return self.host_side.note(tensor) or tensor.detach()
         use, member = owner
         if not use.owns(tensor):
             return tensor.detach()
@@ -353,6 +355,22 @@ class TrainingStep:
             use.members()
         if prefetches:
             self.prefetch_before(instance)
+
+    def enter(self, instance: int) -> None:
+        """The forward of an instance begins: parameters come that do so layer by layer."""
+        if self.copies.is_empty:
+            return
+        # The last members are not released in forward, and these are on memory that goes.
+        for use in self.uses[instance - 1] if instance else ():
+            if not use.group.gather and self.host_side.has_by_layer(use.shards):
+                use.release()
+        self.copies.enter(instance)
+
+    def come_to(self, instance: int, _: Tensor | None = None) -> None:
+        """The gradient of what an instance returned is there: its backward is next."""
+        if not self._is_done:
+            self._release_from(instance + 1)
+            self.copies.enter(instance, is_backward=True)
 
     def leave_instance(self) -> None:
         """The instance behind is over."""

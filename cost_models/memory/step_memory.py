@@ -17,7 +17,8 @@ The head is an instance like any other. Also alive, over ranges of moments:
                                first instance that saves them; one count per storage
     their gradients            from the backward of the last reader to that of the maker
     gathered parameters        two instances' worth: the current one and the next in flight; those
-                               not resharded, from their forward to their backward
+                               not resharded, from their forward to their backward; what comes from
+                               the host layer by layer likewise, until another instance begins
     buffers in flight          a reduce-scatter still reads its buffer while the next region runs;
                                a gradient that leaves for the host lives as long
     offloaded activations      while the next instance runs forward, and while it runs backward
@@ -56,6 +57,8 @@ class InstanceMemory:
     """Whether what it saves inside goes to the host."""
     reshard_after_forward: bool = True
     """Whether gathered parameters are released between forward and backward."""
+    by_layer_bytes: int = 0
+    """Of parameters that come from the host for each of its forward and backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,16 +200,21 @@ class _Timeline:
             for instance, num_bytes in zip(self.instances, gathered, strict=True)
         ]
         next_gathered, previous_gathered = _before(gathered[::-1])[::-1], _before(next_backward)
+        by_layer = [instance.by_layer_bytes for instance in self.instances]
+        # Its own, and those of the instance that is next in either direction.
+        in_forward = [a + b for a, b in zip(by_layer, _before(by_layer[::-1])[::-1], strict=True)]
+        in_backward = [a + b for a, b in zip(by_layer, _before(by_layer), strict=True)]
         unsharded = self.unsharded.totals()
         activations, gradients = self.activations.totals(), self.gradients.totals()
         value_gradients, in_flight = self.value_gradients.totals(), self.in_flight.totals()
         for i, instance in enumerate(self.instances):
             memory, ahead = instance.memory, next_gathered[i]
-            here = gathered[i] + self.sums[i].copied + unsharded[i]
+            coming, again = in_forward[i], in_backward[i]
+            here = gathered[i] + self.sums[i].copied + unsharded[i] + coming
             forward = _Moment(0, activations[i], here + ahead, 0, memory.forward_peak_bytes)
             found.append(self._with_loss(forward, i, 0, memory.forward_peak_bytes))
             t = self.backward(i)
-            here += unsharded[t] - unsharded[i]
+            here += unsharded[t] - unsharded[i] + again - coming
             behind = previous_gathered[i]
             inside = memory.backward_peak_bytes - memory.saved_bytes + value_gradients[t]
             saved = activations[t] + memory.saved_bytes
@@ -217,7 +225,7 @@ class _Timeline:
             inside = memory.reduction_bytes + value_gradients[t]
             buckets = in_flight[t] + sums.flat + sums.result
             if sums.flat or sums.result:
-                behind += unsharded[t]
+                behind += unsharded[t] + again
                 held = activations[t] - self.done[i]
                 reduction = _Moment(gradients[t], held, behind, buckets, inside)
                 found.append(self._with_loss(reduction, i, 0, memory.reduction_bytes))

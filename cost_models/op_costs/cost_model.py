@@ -130,6 +130,10 @@ class CostModel:
         The rate must be known."""
         return num_bytes / self.cluster.host_memory_bytes_per_s if num_bytes else 0.0
 
+    def disk_s(self, num_bytes: float) -> float:
+        """Seconds to read or write bytes of the host's disk. The rate must be known."""
+        return num_bytes / self.cluster.disk_bytes_per_s if num_bytes else 0.0
+
     def compute_s(self, flops: float, num_bytes: float, dtype: str) -> float:
         """Seconds of one kernel: launch + flops at the GEMM rate of `dtype` + bytes at the copy
         rate. No work, no kernel.

@@ -15,7 +15,7 @@ from dataclasses import replace
 from meshfold.errors import PlanMismatchError
 from meshfold.ir.op_graph import FoldedGraph, Instance, OpGraph, Region, SourceKind
 from meshfold.ir.plan import Plan
-from meshfold.ir.strategy import UniformStrategy
+from meshfold.ir.strategy import UPDATED_BY_HOST, UniformStrategy
 
 
 def split_regions(folded: FoldedGraph, choices: Sequence[Hashable]) -> FoldedGraph:
@@ -84,15 +84,36 @@ def planned_graph(folded: FoldedGraph, plan: Plan) -> FoldedGraph:
 
 def offloaded_parameters(planned: FoldedGraph, plan: Plan) -> frozenset[str]:
     """Names of the trained parameters whose optimizer states the plan has in the host's memory:
-    those that a region with `offload optimizer` is the first to read. planned: of planned_graph."""
-    first: dict[str, int] = {}
+    those that a region whose parameters the host updates is the first to read, and under a schedule
+    those that such regions alone read: several devices may hold one, and update it alike. planned:
+    of planned_graph."""
+    readers: dict[str, list[int]] = {}
     for instance in planned.instances:
         for source in instance.sources:
             if source.kind is SourceKind.PARAMETER:
-                first.setdefault(source.name, instance.region)
-    offloaded = {k for k, r in enumerate(plan.regions) if r.strategy.offload == "optimizer"}
+                readers.setdefault(source.name, []).append(instance.region)
+    leaves = [region.strategy.offload in UPDATED_BY_HOST for region in plan.regions]
     trained = {p.name for p in planned.parameters if p.requires_grad}
-    return frozenset(name for name, k in first.items() if k in offloaded and name in trained)
+    return frozenset(
+        name
+        for name, regions in readers.items()
+        if name in trained and all(leaves[k] for k in regions[: None if plan.schedule else 1])
+    )
+
+
+def parameters_by_layer(planned: FoldedGraph, plan: Plan) -> frozenset[str]:
+    """Names of those of them that the device has only while their region runs. What other layers
+    read, too, is there all the time."""
+    reads = [
+        (source.name, instance.region)
+        for instance in planned.instances
+        for source in instance.sources
+        if source.kind is SourceKind.PARAMETER
+    ]
+    counts = Counter(name for name, _ in reads)
+    offloads = [region.strategy.offload for region in plan.regions]
+    found = {name for name, k in reads if offloads[k] == "parameters" and counts[name] == 1}
+    return offloaded_parameters(planned, plan).intersection(found)
 
 
 def regions_saved_on_host(plan: Plan) -> frozenset[int]:

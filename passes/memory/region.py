@@ -10,7 +10,7 @@ outside tensors: under ZeRO 3 not kept for the backward, but gathered a second t
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshfold.cost_models.memory.live_ranges import LocalProgram, RegionMemory, simulate_region
@@ -22,9 +22,16 @@ from meshfold.cost_models.memory.step_memory import (
 )
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.memory_estimate import MemoryEstimate
-from meshfold.ir.op_graph import FoldedGraph, Instance, OpGraph, SourceKind
+from meshfold.ir.op_graph import FoldedGraph, Instance, OpGraph, SlotKind, SourceKind
 from meshfold.ir.spmd import Layout
-from meshfold.ir.strategy import KeptResults, Offload, OpTyping, Recompute, RegionTyping
+from meshfold.ir.strategy import (
+    UPDATED_BY_HOST,
+    KeptResults,
+    Offload,
+    OpTyping,
+    Recompute,
+    RegionTyping,
+)
 from meshfold.passes.graph.reads import ProgramReads, program_reads
 from meshfold.passes.memory.kept_results import Selective, recompute_price, selective
 from meshfold.passes.memory.local_program import (
@@ -33,7 +40,7 @@ from meshfold.passes.memory.local_program import (
     Probe,
     kept_steps,
 )
-from meshfold.passes.memory.zero import program_states
+from meshfold.passes.memory.zero import copied_bytes, program_states
 from meshfold.passes.price.region import RecomputePrice, RegionPricer
 
 Uses = tuple[tuple[int, ParameterUse], ...]
@@ -123,7 +130,9 @@ class MemoryModel:
                     arriving[slot] = typings[maker].outputs[output]
                 graph = folded.regions[r].graph
                 region = self._simulated(graph, typings[r], tuple(arriving), instance.floats)
-                here[r, makers] = _Layer(region, offloads[r] if offloads else "none")
+                layer = _Layer(region, offloads[r] if offloads else "none")
+                layer.by_layer_bytes = self._by_layer_bytes(layer, typings[r].slots, of.tied)
+                here[r, makers] = layer
             layer = here[r, makers]
             parameters = layer.parameters
             if of.tied or layer.repeated:
@@ -135,9 +144,24 @@ class MemoryModel:
                     parameters,
                     layer.is_offloaded,
                     typings[r].reshard_after_forward,
+                    layer.by_layer_bytes,
                 )
             )
         return found
+
+    def _by_layer_bytes(
+        self, layer: "_Layer", layouts: Sequence[Layout], tied: Collection[int]
+    ) -> int:
+        """Of the parameters that an instance has on the device only while it runs. tied: slots
+        whose parameters others read, too."""
+        graph = layer.region.graph
+        slots = [
+            i
+            for i, slot in enumerate(graph.slots)
+            if slot.kind is SlotKind.PARAMETER and graph.values[i].requires_grad and i not in tied
+        ]
+        of = slots if layer.comes_by_layer else []
+        return copied_bytes(graph, layouts, of, (), self.costs.mesh)
 
     def region(self, graph: OpGraph, typing: RegionTyping, floats: Sequence[float]) -> RegionMemory:
         """Memory of one instance whose values arrive as `typing` declares. floats: its bindings."""
@@ -231,7 +255,9 @@ class _Layer:
         self.region = region
         self.is_offloaded = offload == "activations"
         self.parameters = tuple(use for _, use in region.uses)
-        if offload == "optimizer":
+        self.comes_by_layer = offload == "parameters"
+        self.by_layer_bytes = 0
+        if offload in UPDATED_BY_HOST:
             self.parameters = tuple(replace(use, gradient_bytes=0) for use in self.parameters)
         counts = Counter(slot for slot, _ in region.uses)
         self.repeated = [slot for slot, count in counts.items() if count > 1]

@@ -7,6 +7,8 @@
                        to the device with every forward, gradients go to the host when they are
                        reduced, the host updates its states (Ren et al. 2021, arXiv:2101.06840).
                        Gradients of a parameter with several uses wait for the last one
+    offload            the same, and a parameter with one use is on the device only while its region
+    parameters         runs, forward and backward, and the one before
     offload            what the region saves inside for its backward goes to the host in forward and
     activations        comes back in backward; values between regions remain
 
@@ -31,7 +33,7 @@ from meshfold.ir.op_graph import (
     Value,
 )
 from meshfold.ir.spmd import INVARIANT, REPLICATE, Layout, PaddedShard, Shard, is_legal
-from meshfold.ir.strategy import Offload, RegionTyping, TpMode
+from meshfold.ir.strategy import UPDATED_BY_HOST, Offload, RegionTyping, TpMode
 from meshfold.passes.graph.reads import ProgramReads, program_reads
 from meshfold.passes.graph.typed import layouts_of_values
 from meshfold.passes.price.parameters import copy_bytes, local_update, stored_bytes
@@ -128,16 +130,21 @@ def host_traffic(
     memory: RegionMemory,
     num_updated_bytes: int,
     num_copied_bytes: int,
+    num_tied_bytes: int,
     costs: CostModel,
 ) -> HostTraffic:
     """What one instance sends over the link to the host. num_updated_bytes: of gradients that leave
-    for it; num_copied_bytes: of parameters that come from it."""
+    for it; num_copied_bytes: of parameters that come from it; num_tied_bytes: of those that others
+    read, too."""
     if offload == "activations":
         return HostTraffic(saved_s=costs.host_s(memory.saved_bytes))
-    if offload == "optimizer":
-        gradients_s, parameters_s = costs.host_s(num_updated_bytes), costs.host_s(num_copied_bytes)
-        return HostTraffic(gradients_s=gradients_s, parameters_s=parameters_s)
-    return HostTraffic()
+    if offload not in UPDATED_BY_HOST:
+        return HostTraffic()
+    return HostTraffic(
+        gradients_s=costs.host_s(num_updated_bytes),
+        parameters_s=costs.host_s(num_copied_bytes),
+        by_layer_s=costs.host_s((num_copied_bytes - num_tied_bytes) * (offload == "parameters")),
+    )
 
 
 def slot_facts(folded: FoldedGraph) -> list[SlotFacts]:
@@ -176,11 +183,13 @@ def program_states(
             update += update_of(optimizer, p.shape, num_bytes, ITEM_BYTES[p.dtype])
     for (r, first), count in reads.count_first(folded).items():
         graph, layouts = folded.regions[r].graph, typings[r].slots
-        is_here = offloads is None or offloads[r] != "optimizer"
+        offload = offloads[r] if offloads else "none"
+        is_here = offload not in UPDATED_BY_HOST
         stored = first.parameters if is_here else sorted({*first.parameters} - {*first.trained})
         parameters += count * _slots_bytes(graph, stored, layouts, mesh)
         if not is_here:
-            parameters += count * copied_bytes(graph, layouts, first.trained, first.tied, mesh)
+            staying = first.tied if offload == "parameters" else first.trained
+            parameters += count * copied_bytes(graph, layouts, staying, first.tied, mesh)
         buffers += count * _slots_bytes(graph, first.buffers, layouts, mesh)
         inputs += count * _slots_bytes(graph, first.inputs, layouts, mesh)
         if is_here:

@@ -9,7 +9,8 @@ from the region's price and memory by arithmetic:
     states      parameters and optimizer states, and gradients where they outlive the activations
     retained    activations for the backward, values passed to the next instance included
     stepping    what the optimizer makes of these parameters while it steps
-    workspace   besides, while the instance runs: gathered parameters, buckets, temporaries
+    workspace   besides, while the instance runs: parameters that are gathered, or come from the
+                host, for as long, buckets, temporaries
 
 ZeRO-3 is decided parameter by parameter (OSDP, Jiang et al. 2023): gathers and reductions of a
 region share buckets, so every byte sharded costs alike and the candidates in between shard the
@@ -26,7 +27,7 @@ from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.cost_models.op_costs.optimizers import Update
 from meshfold.ir.options import LayoutPin
 from meshfold.ir.spmd import Layout
-from meshfold.ir.strategy import RegionTyping, UniformStrategy
+from meshfold.ir.strategy import UPDATED_BY_HOST, Offload, RegionTyping, UniformStrategy
 from meshfold.passes.graph.typed import layouts_of_values
 from meshfold.passes.memory.typed_region import TypedRegion
 from meshfold.passes.memory.zero import SlotFacts, copied_bytes, host_traffic
@@ -65,7 +66,7 @@ class StrategyCandidate:
     def overlapped_s(self) -> float:
         """Seconds of work that other work may hide: recomputation, copies to the host and back."""
         host = self.price.host
-        moved_s = 2 * host.saved_s + host.gradients_s + host.parameters_s
+        moved_s = 2 * host.saved_s + host.gradients_s + host.parameters_s + host.by_layer_s
         if self.strategy.recompute == "none":
             return moved_s
         return moved_s + self.price.recomputed.compute_s + self.price.recomputed.graph_s
@@ -212,18 +213,19 @@ class _Parameters:
         typing, memory = typed.typed(strategy.recompute), typed.memory(strategy.recompute)
         slots = list(typing.slots)
         saved = [self._saved[i] for i in sharded]
-        stored, updated, copied, *of_update = (
+        stored, updated, copied, tied_bytes, *of_update = (
             whole - sum(less) for whole, *less in zip(self._unsharded, *saved, strict=True)
         )
         update = _update(of_update)
         for i in sharded:
             slots[i] = self.shards[i]
-        is_here, reshard = strategy.offload != "optimizer", strategy.reshard_after_forward
+        is_here, reshard = strategy.offload not in UPDATED_BY_HOST, strategy.reshard_after_forward
+        by_layer = (copied - tied_bytes) * (strategy.offload == "parameters")
         price = typed.pricer.price(
             slots,
             typing.recompute,
             reshard_after_forward=reshard,
-            host=host_traffic(strategy.offload, memory, updated, copied, self.costs),
+            host=host_traffic(strategy.offload, memory, updated, copied, tied_bytes, self.costs),
             selective=typed.added(strategy.recompute),
         )
         tied = self._tied
@@ -237,19 +239,20 @@ class _Parameters:
             typing=replace(typing, slots=tuple(slots), reshard_after_forward=reshard),
             price=price,
             memory=memory,
-            time_s=instance_s(price) + self._optimizer_s(update, is_here),
-            parameter_bytes=stored if is_here else stored - updated + copied,
+            time_s=instance_s(price) + self._optimizer_s(update, strategy.offload),
+            parameter_bytes=stored if is_here else stored - updated + copied - by_layer,
             gradient_bytes=updated * is_here,
             optimizer_bytes=update.state_bytes * is_here,
             stepping_bytes=update.together_bytes * is_here,
             gathered_bytes=sum([self._used_bytes[i] for i in sharded]),
-            workspace_bytes=self._workspace_bytes(memory, sharded, strategy),
+            workspace_bytes=self._workspace_bytes(memory, sharded, strategy) + 2 * by_layer,
         )
 
     def _states(self, slots: Collection[int], layouts: Mapping[int, Layout]) -> tuple[int, ...]:
         """Local bytes of those of these parameters whose states are counted here, of those of them
-        that are updated, and of the device's copies of these, if the host stores them; then what
-        the optimizer keeps and does for them, as _update takes it."""
+        that are updated, of the device's copies of these, if the host stores them, and of those
+        of them that others read, too; then what the optimizer keeps and does for them, as _update
+        takes it."""
         values, sizes = self.region.typed.graph.values, self.mesh.sizes
         counted = self.region.slots.first.intersection(slots)
         stored = {i: stored_bytes(values[i], layouts[i], sizes) for i in counted}
@@ -257,17 +260,20 @@ class _Parameters:
         trained = [i for i in stored if values[i].requires_grad]
         tied, graph = self.region.slots.tied, self.region.typed.graph
         unsharded = [layouts.get(i, ()) for i in range(len(graph.slots))]
-        copied = copied_bytes(graph, unsharded, trained, tied, self.mesh)
+        shared = [i for i in trained if i in tied]
+        copied, of_tied = (
+            copied_bytes(graph, unsharded, of, tied, self.mesh) for of in (trained, shared)
+        )
         update = Update()
         for i in trained:
             update += local_update(values[i], layouts[i], sizes, self.optimizer)
         summed = update.state_bytes, update.together_bytes, update.moved_bytes, update.flops
-        return sum(stored.values()), updated, copied, *summed
+        return sum(stored.values()), updated, copied, of_tied, *summed
 
-    def _optimizer_s(self, update: Update, is_here: bool) -> float:
+    def _optimizer_s(self, update: Update, offload: Offload) -> float:
         """A share of the optimizer's one pass, without its launch, or of the host's."""
-        if not is_here:
-            return host_optimizer_s(update, self.costs)
+        if offload in UPDATED_BY_HOST:
+            return host_optimizer_s(update, self.costs, on_disk=offload == "disk")
         return optimizer_s(update, self.costs) - self.costs.launch_s if update.moved_bytes else 0.0
 
     def _workspace_bytes(

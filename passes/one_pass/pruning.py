@@ -1,6 +1,7 @@
 """What rules leave of a tree of candidates, and how many strategies each took: the first that takes
 one counts it."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
@@ -39,3 +40,9 @@ class Left(Generic[LeafT]):
         self.left = [leaf for leaf, is_pruned in before if not is_pruned]
         if taken := sum(self._size(leaf) for leaf, is_pruned in before if is_pruned):
             self.pruned[name] = self.pruned.get(name, 0) + taken
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, increasing."""
+    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*low, *(number // d for d in low)})

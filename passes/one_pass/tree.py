@@ -14,13 +14,20 @@ that is left out is counted under the first rule that takes it:
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
 from meshfold.ir.options import Mode, PinValue
-from meshfold.ir.strategy import Degrees, Offload, Recompute, UniformStrategy
-from meshfold.passes.one_pass.pruning import Left
+from meshfold.ir.strategy import (
+    UPDATED_BY_HOST,
+    Degrees,
+    Offload,
+    Recompute,
+    UniformStrategy,
+)
+from meshfold.passes.one_pass.pins import broken_pin, keeps_pins
+from meshfold.passes.one_pass.pruning import Left, divisors
 
 ZERO_LEVELS = (0, 1, 2, 3)
 
@@ -28,9 +35,13 @@ PINNED = "contradicts a pin"
 BATCH = "batch does not divide over dp"
 NO_HOST_LINK = "no figure for the link to the host"
 NO_HOST_MEMORY = "no figure for the memory of the host"
+NO_DISK = "no figure for the disk of the host"
+IN_MEMORY = "optimizer states on disk while the host's memory is not known to be too small"
+ALL_ON_DISK = "optimizer states in the host's memory, which has no room for all of them"
 UNASKED_OFFLOAD = "nobody asks for offload"
 NO_STATES = "the optimizer has no states to offload"
 SAVED_EAGER = "activations go to the host in mode eager alone"
+GATHERED_ONCE = "under ZeRO 1 and 2 parameters stay on the device between forward and backward"
 NOTHING_SAVED = "full recomputation keeps nothing to offload"
 SAVED_ONCE = "selective recomputation keeps activations on the device"
 NODE = "tp leaves the node"
@@ -42,14 +53,8 @@ NO_ZERO = "dp_shard without ZeRO"
 PRUNING_RULES = (NODE, CONTEXT, EXPERTS, GRADIENTS, MIXED)
 """Rules of the tree that can be switched off."""
 
-RESTRICTIONS = (NODE, CONTEXT, MIXED, SAVED_EAGER, SAVED_ONCE)
+RESTRICTIONS = (NODE, CONTEXT, MIXED, SAVED_EAGER, SAVED_ONCE, ALL_ON_DISK)
 """Rules that may take what wins: no bound covers what they leave out, and plans say so."""
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors, increasing."""
-    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return sorted({*low, *(number // d for d in low)})
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,12 @@ class SearchSpec:
 
     host_memory_bytes_per_s: float = 0.0
     """Rate of the host's memory, 0 if unknown."""
+
+    disk_bytes_per_s: float = 0.0
+    """Rate of the host's disk, 0 if unknown."""
+
+    states_on_disk: bool = False
+    """Whether the host's memory has no room for the optimizer states of what is offloaded."""
 
     has_states: bool = True
     """Whether the optimizer has states."""
@@ -254,14 +265,26 @@ def _rules(spec: SearchSpec) -> list[tuple[str, _Keeps]]:
     if not spec.host_bytes_per_s:
         rules.append((NO_HOST_LINK, lambda strategy: strategy.offload == "none"))
     if not spec.host_memory_bytes_per_s:
-        rules.append((NO_HOST_MEMORY, lambda strategy: strategy.offload != "optimizer"))
+        rules.append((NO_HOST_MEMORY, lambda s: s.offload not in UPDATED_BY_HOST))
+    if spec.states_on_disk:
+        rules.append((ALL_ON_DISK, lambda s: s.offload not in ("optimizer", "parameters")))
+    elif "offload" not in spec.pins:
+        rules.append((IN_MEMORY, lambda strategy: strategy.offload != "disk"))
+    if not spec.disk_bytes_per_s:
+        rules.append((NO_DISK, lambda strategy: strategy.offload != "disk"))
     if not spec.has_states:
-        rules.append((NO_STATES, lambda strategy: strategy.offload != "optimizer"))
+        rules.append((NO_STATES, lambda strategy: strategy.offload not in UPDATED_BY_HOST))
     if spec.mode != "eager":
         rules.append((SAVED_EAGER, lambda strategy: strategy.offload != "activations"))
+    rules.append((GATHERED_ONCE, may_come_by_layer))
     rules.append((NOTHING_SAVED, lambda s: (s.recompute, s.offload) != ("full", "activations")))
     rules.append((SAVED_ONCE, lambda s: (s.recompute, s.offload) != ("selective", "activations")))
     return rules
+
+
+def may_come_by_layer(strategy: UniformStrategy) -> bool:
+    """Whether parameters can leave the device between forward and backward, if they are to."""
+    return strategy.offload != "parameters" or strategy.zero not in (1, 2)
 
 
 def _pruning_rules(left: Sequence[UniformStrategy], spec: SearchSpec) -> list[tuple[str, _Keeps]]:
@@ -284,34 +307,9 @@ def _pruning_rules(left: Sequence[UniformStrategy], spec: SearchSpec) -> list[tu
     return [(name, prunes) for name, prunes in rules.items() if name not in spec.switched_off]
 
 
-def pinned_values(strategy: UniformStrategy) -> dict[str, PinValue]:
-    """What the pins of CompileOptions say about a strategy; it has no schedule, pipelines have."""
-    return {
-        "dp": strategy.dp,
-        "ep": strategy.ep,
-        "cp": strategy.cp,
-        "tp": strategy.tp,
-        "zero": strategy.zero,
-        "dp_shard": strategy.dp_shard or strategy.dp,
-        "sp": int(strategy.sequence_parallel),
-        "recompute": strategy.recompute,
-        "offload": strategy.offload,
-        "pp": strategy.pp,
-        "microbatches": strategy.microbatches,
-        "schedule": "",
-        "virtual_stages": 1,
-    }
-
-
-def keeps_pins(strategy: UniformStrategy, pins: Mapping[str, PinValue]) -> bool:
-    """Whether a strategy has every pinned value."""
-    values = pinned_values(strategy)
-    return all(values[name] == wanted for name, wanted in pins.items())
-
-
 def _why_not(name: str, left: Sequence[UniformStrategy], spec: SearchSpec) -> str:
     if name == PINNED:
-        return _broken_pin(left, spec)
+        return broken_pin(left, spec.pins, spec.num_devices)
     if name == BATCH:
         of_dp = [strategy for strategy in left if not strategy.batch_on_tp] or left
         found = sorted({(strategy.dp, strategy.ep) for strategy in of_dp})
@@ -327,6 +325,7 @@ def _why_not(name: str, left: Sequence[UniformStrategy], spec: SearchSpec) -> st
             name: f"pin {pins}: {name}; leave recompute out, or pin recompute=none"
             for name in (NOTHING_SAVED, SAVED_ONCE)
         },
+        GATHERED_ONCE: f"pin {pins}: {GATHERED_ONCE}; pin zero=0 or zero=3",
     }
     return {**what_else, **refused_offload(spec)}[name]
 
@@ -344,6 +343,11 @@ def refused_offload(spec: SearchSpec) -> dict[str, str]:
             f"pin {pins}: nothing is known about the host's memory, in which the optimizer would "
             "run; give host_memory_bytes_per_s of the devices in a cluster file"
         )
+    if not spec.disk_bytes_per_s and spec.pins.get("offload") == "disk":
+        found[NO_DISK] = (
+            f"pin {pins}: nothing is known about the host's disk, where optimizer states would be; "
+            "give disk_bytes_per_s of the devices in a cluster file"
+        )
     if not spec.has_states:
         found[NO_STATES] = f"pin {pins}: this optimizer has no states to offload"
     return found
@@ -351,27 +355,3 @@ def refused_offload(spec: SearchSpec) -> dict[str, str]:
 
 def _pins_text(spec: SearchSpec) -> str:
     return ", ".join(f"{name}={value}" for name, value in spec.pins.items())
-
-
-def _broken_pin(everything: Sequence[UniformStrategy], spec: SearchSpec) -> str:
-    """The pin that no strategy meets, alone or with the pins before it."""
-    left = everything
-    for name, wanted in spec.pins.items():
-        remaining = [strategy for strategy in left if keeps_pins(strategy, {name: wanted})]
-        if not remaining:
-            offered = dict.fromkeys(pinned_values(strategy)[name] for strategy in left)
-            if name == "dp_shard":
-                offered = dict.fromkeys(d for s in left for d in divisors(s.dp)[1:] or [1])
-            return (
-                f"pin {name}={wanted} cannot be kept on {spec.num_devices} devices"
-                f"{' with the other pins' if len(left) < len(everything) else ''}; "
-                f"{name} can be {', '.join(map(str, _sorted(offered)))}"
-            )
-        left = remaining
-    raise AssertionError("every pin is met")
-
-
-def _sorted(values: Iterable[PinValue]) -> list[PinValue]:
-    """Numbers by size, words in the order given."""
-    found = list(values)
-    return sorted(found, key=lambda v: v if isinstance(v, int) else 0)

@@ -22,12 +22,17 @@ A parameter that several layers read is stored by each (the embedding and the he
 model are on different stages), and its gradients are added up over the holders once (d_tied); with
 one stage it is stored and updated once, and its layers share that (parameters.py).
 Where the host has the states (passes/memory/zero.py), its step is the optimizer's, the parameters
-come once per step, which nothing is said to hide, and gradients leave with every backward, or the
-last one: max(b + c, g + d_shard, u). They are charged to the device all the same: those that are
-reduced once are added up there.
-Gradients are resident all the time. What the optimizer allocates for itself is there when no
-activations are: the larger of both would count; charged is what it needs beyond one microbatch's.
-Seconds and bytes of one rank.
+come once per step, which nothing is said to hide, or q for every forward and backward, one layer
+ahead; gradients leave with every backward, u, or at the end, if they are added up on the device
+before they are reduced or cast:
+
+    forward  max(f + c, g + q) + q / L p      backward  max(b + c, g + d_shard, g + q, u) + q / L p
+
+(the first layer of a pass waits for its q). A parameter that several layers read stays on the
+device, unless all layers are pinned to the host.
+Gradients that do not leave are resident all the time. What the optimizer allocates for itself is
+there when no activations are: the larger of both would count; charged is what it needs beyond one
+microbatch's. Seconds and bytes of one rank.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,6 +41,7 @@ from dataclasses import dataclass, field, replace
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.mesh import DATA_AXIS, Mesh
 from meshfold.ir.strategy import UniformStrategy
+from meshfold.passes.memory.host_use import HostUse
 from meshfold.passes.memory.typed_region import TypedRegion
 from meshfold.passes.pipeline.parameters import (
     Axes,
@@ -107,6 +113,9 @@ class StrategyCosts:
     update_bytes: int
     """What the optimizer needs beyond one microbatch's activations."""
 
+    host: HostUse = field(default_factory=HostUse, kw_only=True)
+    """Parameters, gradients and optimizer states."""
+
     activation_bytes: int
     gathered_bytes: int
     """Gathered parameters among workspace_bytes."""
@@ -129,8 +138,9 @@ class StrategyCosts:
 class StageContext:
     """What a layer's costs depend on besides its table: the number of stages, the mesh of one, the
     share of layers that are the first of a stage, collectives over its axes and over the ranks that
-    hold a tied parameter (bytes, holders), kernels, and the optimizer. placed: what parameters come
-    to under a ZeRO level, the same for microbatches of any size and whatever is recomputed."""
+    hold a tied parameter (bytes, holders), kernels, and the optimizer. is_all_on_host: the host
+    updates the parameters of all layers. placed: what parameters come to under a ZeRO level, the
+    same for microbatches of any size and whatever is recomputed."""
 
     num_stages: int
     mesh: Mesh
@@ -139,6 +149,7 @@ class StageContext:
     over_holders: Callable[[float, int], float]
     costs: CostModel
     optimizer: str
+    is_all_on_host: bool = False
     placed: dict[tuple[tuple[Parameter, ...], int], LayerParameters] = field(default_factory=dict)
 
     def place(self, parameters: tuple[Parameter, ...], zero: int) -> LayerParameters:
@@ -210,11 +221,11 @@ def strategy_costs(
     )
     reduce_s += all_reduce_s
     gathered_once_bytes = sums.num_bytes("all_gather", is_once=True)
-    whole_s = optimizer_s(sums.update, context.costs)
+    update = sums.trained.update
+    whole_s = optimizer_s(update, context.costs)
     late_s = max(0.0, reduce_s - backward_s) + max(0.0, gather_once_s - forward_s)
     first_s = reduce_s + gather_once_s - late_s + gather_s + shard_reduce_s
     activation_bytes = memory.saved_bytes + output_bytes
-    update_bytes = sums.update.step_bytes
     costs = StrategyCosts(
         strategy=strategy,
         compute_forward_s=price.forward_s + sums.copies_forward_s,
@@ -228,12 +239,12 @@ def strategy_costs(
         once_s=gather_once_s + reduce_s,
         exposed_s=late_s + sums.copies_once_s + context.first_share * first_s,
         tied_s=sum(context.over_holders(size, holders) for size, holders in sums.tied),
-        optimizer_s=whole_s - context.costs.launch_s if sums.updated else 0.0,
+        optimizer_s=whole_s - context.costs.launch_s if sums.trained.updated else 0.0,
         parameter_bytes=sums.stored,
         gradient_bytes=sums.gradients,
-        optimizer_bytes=sums.update.state_bytes,
+        optimizer_bytes=update.state_bytes,
         gathered_once_bytes=gathered_once_bytes,
-        update_bytes=max(0, update_bytes - activation_bytes - gathered_once_bytes),
+        update_bytes=max(0, update.step_bytes - activation_bytes - gathered_once_bytes),
         activation_bytes=activation_bytes,
         gathered_bytes=2 * sums.num_bytes("all_gather"),
         workspace_bytes=sums.workspace_bytes(memory),
@@ -242,20 +253,33 @@ def strategy_costs(
 
 
 def _on_host(here: StrategyCosts, sums: LayerParameters, context: StageContext) -> StrategyCosts:
-    """The costs where the host stores the parameters and updates them."""
+    """The costs where the host stores the parameters and updates them. What stays of the optimizer
+    on the device is for parameters that other layers read, too."""
     costs = context.costs
-    leaves_s, comes_s = costs.host_s(sums.updated), costs.host_s(sums.copied)
-    is_reduced_once = any(
-        sums.num_bytes(kind, is_once=True) for kind in ("reduce_scatter", "all_reduce")
-    )
+    alone, stays = sums.alone, sums.also_elsewhere
+    share = sums.trained if context.is_all_on_host else alone
+    offload = here.strategy.offload
+    by_layer = alone.copied if offload == "parameters" else 0
+    on_disk = share.update.state_bytes if offload == "disk" else 0
+    leaves_s, late_s = costs.host_s(sums.leaving), costs.host_s(share.updated - sums.leaving)
+    again_s, comes_s = costs.host_s(by_layer), costs.host_s(share.copied - by_layer)
+    first_s = context.first_share * again_s
+    here_s, update_bytes = 0.0, 0
+    if stays.updated and not context.is_all_on_host:
+        here_s = optimizer_s(stays.update, costs) - costs.launch_s
+        update_bytes = min(here.update_bytes, stays.update.step_bytes)
     return replace(
         here,
-        backward_s=here.backward_s if is_reduced_once else max(here.backward_s, leaves_s),
-        exposed_s=here.exposed_s + comes_s + leaves_s * is_reduced_once,
-        optimizer_s=host_optimizer_s(sums.update, costs),
-        parameter_bytes=sums.stored - sums.updated + sums.copied,
-        optimizer_bytes=0,
-        update_bytes=0,
+        forward_s=max(here.forward_s, here.gather_s + again_s) + first_s,
+        backward_s=max(here.backward_s, here.gather_s + again_s, leaves_s) + first_s,
+        exposed_s=here.exposed_s + comes_s + late_s,
+        optimizer_s=here_s + host_optimizer_s(share.update, costs, on_disk=on_disk > 0),
+        parameter_bytes=sums.stored - share.updated + share.copied - by_layer,
+        gradient_bytes=sums.gradients - sums.leaving,
+        optimizer_bytes=sums.trained.update.state_bytes - share.update.state_bytes,
+        update_bytes=update_bytes,
+        host=HostUse(2 * share.updated + share.update.state_bytes - on_disk, on_disk),
+        workspace_bytes=here.workspace_bytes + sums.leaving + 2 * by_layer,
     )
 
 

@@ -106,14 +106,28 @@ def _place(parameter: Parameter, zero: int, mesh: Mesh) -> _Placed:
     return _Placed(unsharded, layout, shard_axes, rest)
 
 
+@dataclass(frozen=True, slots=True)
+class HostShare:
+    """What the host has of parameters that it updates: bytes of these, and of the device's copies
+    of them; what the optimizer keeps and does."""
+
+    updated: int = 0
+    copied: int = 0
+    update: Update = Update()
+
+    def __add__(self, other: "HostShare") -> "HostShare":
+        update = self.update + other.update
+        return HostShare(self.updated + other.updated, self.copied + other.copied, update)
+
+
 class LayerParameters:
     """The parameters of a region under one ZeRO level: sums of bytes, the buckets of their
     collectives, and seconds of copies. mesh: the axes dp, ep, cp and tp that have several ranks;
     costs: of a mesh with these axes, and others. num_stages: that the layers are divided into.
 
-    stored, gradients, updated (parameters whose optimizer states are here), update (what the
-    optimizer keeps and does for these), copied (the device's copies of these, if the host stores
-    them), results (of reductions); tied: (bytes, holders).
+    stored, gradients, results (of reductions); tied: (bytes, holders); leaving: gradients that are
+    final with every backward. alone, also_elsewhere: what the host would have of trained parameters
+    that no other layer reads, and of the others.
 
     copies_forward_s, copies_backward_s, copies_once_s: seconds of copies into and out of buckets
     (passes/price/parameters.py) beyond those of a program without dp: with every forward and
@@ -129,8 +143,9 @@ class LayerParameters:
         optimizer: str,
         num_stages: int,
     ) -> None:
-        self.stored = self.gradients = self.results = self.updated = self.copied = 0
-        self.optimizer, self.update = optimizer, Update()
+        self.stored = self.gradients = self.results = self.leaving = 0
+        self.optimizer = optimizer
+        self.alone = self.also_elsewhere = HostShare()
         self.tied: list[tuple[int, int]] = []
         self.copies_forward_s = self.copies_backward_s = self.copies_once_s = 0.0
         self._shared = Counter[tuple[str, bool, Axes]]()
@@ -138,6 +153,11 @@ class LayerParameters:
         self._zero, self._mesh, self._costs = zero, mesh, costs.storage
         for parameter in parameters:
             self._add(parameter, parameter.least_holders if num_stages == 1 else 1)
+
+    @property
+    def trained(self) -> "HostShare":
+        """What the host would have of all parameters that the optimizer updates."""
+        return self.alone + self.also_elsewhere
 
     def buckets(self, kind: str, *, is_once: bool = False) -> Iterator[tuple[Axes, int]]:
         """(group of ranks, bytes) of each collective of one kind: once per step; or for every
@@ -168,12 +188,21 @@ class LayerParameters:
         # Gradients that are reduced are added up over microbatches for each use by itself
         # (meshfold.zero.microbatch_state), others in the one parameter.
         full = wide * (used if zero == 1 else shard_bytes)
-        self.gradients += full if placed.rest or num_sharers == 1 else kept
+        gradient_bytes = full if placed.rest or num_sharers == 1 else kept
+        self.gradients += gradient_bytes
         self.results += wide * shard_bytes
-        self.updated += kept
         update = local_update(value, placed.layout, self._mesh.storage.sizes, self.optimizer)
-        self.update += update.shared_by(num_sharers)
-        self.copied += shard_bytes if parameter.num_holders == 1 else kept
+        is_read_once = parameter.num_holders == 1
+        copied = shard_bytes if is_read_once else kept
+        share = HostShare(kept, copied, update.shared_by(num_sharers))
+        if is_read_once:
+            self.alone += share
+        else:
+            self.also_elsewhere += share
+        # Others are added up on the device and reduced, or cast, once.
+        is_final = zero > 1 if placed.shard_axes else not value.master
+        if is_read_once and is_final and not placed.rest:
+            self.leaving += gradient_bytes
         if placed.shard_axes:
             self._send("reduce_scatter", zero == 1, placed.shard_axes, wide * used, is_alone)
         if placed.rest:

@@ -31,7 +31,13 @@ from meshfold.ir.mesh import Mesh
 from meshfold.ir.op_graph import ITEM_BYTES, FoldedGraph, SourceKind
 from meshfold.ir.options import CompileOptions
 from meshfold.ir.spmd import Layout
-from meshfold.ir.strategy import Degrees, Recompute, TpMode, UniformStrategy
+from meshfold.ir.strategy import (
+    UPDATED_BY_HOST,
+    Degrees,
+    Recompute,
+    TpMode,
+    UniformStrategy,
+)
 from meshfold.passes.memory.local_program import Probe
 from meshfold.passes.memory.region import MemoryModel
 from meshfold.passes.memory.typed_region import TypedRegion, saved_output_bytes
@@ -182,7 +188,8 @@ class PipelineProblems:
     def _costs_of_layers(self, strategies: Sequence[UniformStrategy]) -> list[list[StrategyCosts]]:
         recomputes = list(dict.fromkeys(s.recompute for s in strategies))
         tables = self.tables(strategies[0], recomputes)
-        context = self._context(strategies[0])
+        is_all_on_host = all(s.offload in UPDATED_BY_HOST for s in strategies)
+        context = replace(self._context(strategies[0]), is_all_on_host=is_all_on_host)
         return [
             [strategy_costs(layer, strategy, context, num_bytes) for strategy in strategies]
             for layer, num_bytes in zip(tables.layers, tables.output_bytes, strict=True)

@@ -3,7 +3,7 @@
     pp x dp x ep x cp x tp = devices, all factorisations (a part of dp that ZeRO shards over where
         it is pinned) -> microbatches, all divisors of the batch
         -> role of tp (tensor, tensor + sequence)                      one candidate: its degrees
-        -> ZeRO level -> recompute                                     by layer
+        -> ZeRO level -> recompute -> offload                          by layer
 
 A candidate is a UniformStrategy of degrees alone; every layer then takes one of the strategies that
 `strategies_of` lists. One stage and one microbatch is the tree of one_pass/tree.py. Pruning rules
@@ -19,15 +19,15 @@ from typing import get_args
 from meshfold.cost_models.pipeline.schedules import Schedule, ScheduleKind
 from meshfold.errors import OptionError
 from meshfold.ir.strategy import Offload, Recompute, UniformStrategy
-from meshfold.passes.one_pass.pruning import Left
+from meshfold.passes.one_pass.pins import keeps_pins
+from meshfold.passes.one_pass.pruning import Left, divisors
 from meshfold.passes.one_pass.tree import (
     CONTEXT,
     NODE,
     PINNED,
     SearchSpec,
     can_shard_batch,
-    divisors,
-    keeps_pins,
+    may_come_by_layer,
     may_shard_batch,
     offered_axes,
     refused_offload,
@@ -41,8 +41,8 @@ LAYERS = "more stages than layers"
 SCHEDULE = "no schedule that is pinned"
 CUT_EXPERTS = "experts shared where layers are cut in pieces"
 
-EVERY_KIND = tuple(itertools.product(PIPELINE_ZERO_LEVELS, get_args(Recompute)))
-"""(ZeRO level, recompute) of the strategy candidates below one choice of degrees."""
+Kind = tuple[int, Recompute, Offload]
+"""(ZeRO level, recompute, offload) of a strategy candidate below one choice of degrees."""
 
 DEGREE_PINS = ("pp", "dp", "ep", "cp", "tp", "dp_shard", "sp", "microbatches")
 
@@ -51,19 +51,17 @@ SCHEDULE_PINS = ("schedule", "virtual_stages")
 
 @dataclass(frozen=True)
 class PipelineTree:
-    """candidates: degrees that no rule prunes; kinds: (ZeRO level, recompute) that pins leave.
-    num_strategies: before any rule; pruned: rule -> number of strategies that it took. num_layers:
-    of the model; kind, num_virtual_stages: what pins leave of schedules, None: any; offload: what
-    one asks of every layer."""
+    """candidates: degrees that no rule prunes; kinds: that pins leave. num_strategies: before any
+    rule; pruned: rule -> number of strategies that it took. num_layers: of the model; kind,
+    num_virtual_stages: what pins leave of schedules, None: any."""
 
     candidates: tuple[UniformStrategy, ...]
-    kinds: tuple[tuple[int, Recompute], ...]
+    kinds: tuple[Kind, ...]
     num_strategies: int
     pruned: Mapping[str, int]
     num_layers: int
     kind: ScheduleKind | None = None
     num_virtual_stages: int | None = None
-    offload: Offload = "none"
 
     def schedules_of(self, degrees: UniformStrategy) -> tuple[Schedule, ...]:
         """The orders in which stages may run the microbatches of `degrees`: of one stage per device
@@ -88,8 +86,8 @@ class PipelineTree:
     def strategies_of(self, degrees: UniformStrategy) -> list[UniformStrategy]:
         """What a layer may do under `degrees`."""
         return [
-            replace(degrees, zero=zero, recompute=recompute, offload=self.offload)
-            for zero, recompute in self.kinds
+            replace(degrees, zero=zero, recompute=recompute, offload=offload)
+            for zero, recompute, offload in self.kinds
             if zero == 0 or degrees.degrees.zero_ranks > 1
         ]
 
@@ -115,10 +113,10 @@ def degrees_order(degrees: UniformStrategy) -> tuple[int, ...]:
 def grow_pipelines(spec: SearchSpec, num_layers: int) -> PipelineTree:
     """Every candidate that no rule prunes. Raises OptionError naming the rule, and the pins, when
     none is left."""
-    offload = _offload_pin(spec)
-    kinds = _kinds(spec)
+    every_kind = _every_kind(spec)
+    kinds = _kinds(spec, every_kind)
     kind, num_virtual_stages = _schedule_pins(spec)
-    left = Left(list(_all_degrees(spec)), lambda d: _num_kinds(d, EVERY_KIND))
+    left = Left(list(_all_degrees(spec)), lambda d: _num_kinds(d, every_kind))
     num_strategies = left.num_strategies
     pins = {k: v for k, v in spec.pins.items() if k in DEGREE_PINS}
     rules: dict[str, Callable[[UniformStrategy], bool]] = {
@@ -142,7 +140,7 @@ def grow_pipelines(spec: SearchSpec, num_layers: int) -> PipelineTree:
     pruned[PINNED] += left.num_strategies - sum(_num_kinds(d, kinds) for d in left.left)
     counts = {k: n for k, n in sorted(pruned.items()) if n}
     of_schedules = num_layers, kind, num_virtual_stages
-    return PipelineTree(tuple(left.left), kinds, num_strategies, counts, *of_schedules, offload)
+    return PipelineTree(tuple(left.left), kinds, num_strategies, counts, *of_schedules)
 
 
 def _could_shard_batch(degrees: UniformStrategy, spec: SearchSpec) -> bool:
@@ -179,35 +177,52 @@ def _all_degrees(spec: SearchSpec) -> Iterator[UniformStrategy]:
                     )
 
 
-def _offload_pin(spec: SearchSpec) -> Offload:
-    """What is offloaded in every layer. Raises OptionError for what cannot be."""
-    if spec.pins.get("offload", "none") == "none":
-        return "none"
-    if spec.pins["offload"] == "activations":
+def _every_kind(spec: SearchSpec) -> tuple[Kind, ...]:
+    """What layers may do, pins about ZeRO and recomputation aside."""
+    return tuple(
+        (zero, recompute, offload)
+        for zero, recompute, offload in itertools.product(
+            PIPELINE_ZERO_LEVELS, get_args(Recompute), _offloads(spec)
+        )
+        if may_come_by_layer(UniformStrategy(zero=zero, offload=offload))
+    )
+
+
+def _offloads(spec: SearchSpec) -> tuple[Offload, ...]:
+    """What layers may have on the host. Raises OptionError for a pin that cannot be kept."""
+    pinned = spec.pins.get("offload", "" if spec.allow_offload else "none")
+    if pinned == "none":
+        return ("none",)
+    if pinned == "activations":
         raise OptionError(
             "pin offload=activations: not in a pipeline; leave it out, or pin pp=1 and "
             "microbatches=1"
         )
-    for why in refused_offload(spec).values():
-        raise OptionError(why)
-    return "optimizer"
+    refused = list(refused_offload(spec).values())
+    if pinned and refused:
+        raise OptionError(refused[0])
+    offered: tuple[Offload, ...] = get_args(Offload)
+    if pinned:
+        return tuple(x for x in offered if x == pinned)
+    on_host = ("disk",) if spec.states_on_disk else ("optimizer", "parameters")
+    return tuple(x for x in offered if x == "none" or (x in on_host and not refused))
 
 
-def _kinds(spec: SearchSpec) -> tuple[tuple[int, Recompute], ...]:
+def _kinds(spec: SearchSpec, every_kind: Sequence[Kind]) -> tuple[Kind, ...]:
     others = (*DEGREE_PINS, *SCHEDULE_PINS, "offload")
     pins = {k: v for k, v in spec.pins.items() if k not in others}
     return tuple(
-        (zero, r)
-        for zero, r in EVERY_KIND
+        (zero, r, offload)
+        for zero, r, offload in every_kind
         if keeps_pins(UniformStrategy(zero=zero, recompute=r), pins)
     )
 
 
-def _num_kinds(degrees: UniformStrategy, kinds: Sequence[tuple[int, Recompute]]) -> int:
+def _num_kinds(degrees: UniformStrategy, kinds: Sequence[Kind]) -> int:
     """How many may be below `degrees`: ZeRO needs ranks to shard over."""
     if degrees.degrees.zero_ranks > 1:
         return len(kinds)
-    return sum(zero == 0 for zero, _ in kinds)
+    return sum(zero == 0 for zero, *_ in kinds)
 
 
 def _why_not(name: str, spec: SearchSpec, num_layers: int) -> str:

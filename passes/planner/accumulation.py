@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from meshfold.errors import OptionError
 from meshfold.ir.plan import PricedStrategy
 from meshfold.ir.strategy import UniformStrategy
-from meshfold.passes.one_pass.tree import divisors
+from meshfold.passes.one_pass.pruning import divisors
 from meshfold.passes.pipeline.problem import PipelineProblems
 from meshfold.passes.planner.assembly import PlanRequest
 from meshfold.passes.planner.baselines import (

@@ -55,6 +55,9 @@ class PlanRequest:
     chunked_loss: bool = False
     """Whether losses of `folded` make their logits in chunks."""
 
+    states_on_disk: bool = False
+    """Whether optimizer states that leave the device are on the disk of the host."""
+
     slices: int = 1
     """Of the parameter of the largest operator of `folded`."""
 

@@ -293,6 +293,8 @@ class MeshRace:
         factor = 2 + least_share(self.options.optimizer)
         capacity_bytes = self.options.memory_bytes or self.cluster.budget_bytes
         if search_spec(self.request, ()).offers_offload:
+            if self.options.pins.get("offload", "parameters") == "parameters":
+                return Room(math.inf, capacity_bytes)
             # Parameters alone, or copies of them in half the bytes.
             return Room(capacity_bytes * 2, capacity_bytes)
         return Room(capacity_bytes / factor, capacity_bytes)

@@ -14,7 +14,7 @@ from meshfold.ir.mesh import Mesh
 from meshfold.ir.op_graph import FoldedGraph, OpGraph, SlotKind
 from meshfold.ir.plan import ParameterPlacement, Plan, RegionPlan, SearchStats
 from meshfold.ir.step_events import StepEvents
-from meshfold.ir.strategy import Offload, RegionTyping
+from meshfold.ir.strategy import UPDATED_BY_HOST, Offload, RegionTyping
 from meshfold.passes.events.bucketing import bucketed_events, sizes_of
 from meshfold.passes.events.program import program_events
 from meshfold.passes.graph.typed import layouts_of_values
@@ -132,13 +132,15 @@ def _with_hosts(
     link to it is unknown."""
     costs, cluster = model.costs, model.costs.cluster
     for name, rate, what in (
-        ("host_bytes_per_s", cluster.host_bytes_per_s, {"optimizer", "activations"}),
-        ("host_memory_bytes_per_s", cluster.host_memory_bytes_per_s, {"optimizer"}),
+        ("host_bytes_per_s", cluster.host_bytes_per_s, {*UPDATED_BY_HOST, "activations"}),
+        ("host_memory_bytes_per_s", cluster.host_memory_bytes_per_s, UPDATED_BY_HOST),
+        ("disk_bytes_per_s", cluster.disk_bytes_per_s, {"disk"}),
     ):
         if not rate and what.intersection(offloads):
             raise PlanMismatchError(
                 "the plan offloads to the host, and nothing is known about the link between device "
-                f"and host, or its memory; give {name} of the devices in the plan's cluster"
+                f"and host, its memory or its disk; give {name} of the devices in the plan's "
+                "cluster"
             )
     facts = slot_facts(split)
     found = []
@@ -149,8 +151,12 @@ def _with_hosts(
             layouts, of = typings[r].slots, facts[r]
             updated = updated_bytes(graph, layouts, of, costs.mesh)
             trained = [i for i in of.first if graph.values[i].requires_grad]
-            copied = copied_bytes(graph, layouts, trained, of.tied, costs.mesh)
-            price = replace(price, host=host_traffic(offload, memory, updated, copied, costs))
+            copied, tied = (
+                copied_bytes(graph, layouts, slots, of.tied, costs.mesh)
+                for slots in (trained, of.tied.intersection(trained))
+            )
+            host = host_traffic(offload, memory, updated, copied, tied, costs)
+            price = replace(price, host=host)
         found.append(price)
     return found
 

@@ -14,7 +14,7 @@ from meshfold.ir.options import CHUNKED_LOSS
 from meshfold.ir.plan import Plan
 from meshfold.passes.planner import operator_slices
 from meshfold.passes.planner.assembly import PlanRequest, model_info
-from meshfold.passes.planner.offload import NEEDS_OFFLOAD, with_offload
+from meshfold.passes.planner.offload import NEEDS_DISK, NEEDS_OFFLOAD, with_disk, with_offload
 from meshfold.passes.planner.states_precision import PlansOf, fastest_states
 
 NEEDS_CHUNKS = "nothing fits with whole logits: losses that make them in chunks were searched, too"
@@ -56,6 +56,9 @@ def wider_requests(request: PlanRequest) -> Iterator[tuple[PlanRequest, tuple[st
         yield offloaded, (NEEDS_OFFLOAD,)
     if chunked and offloaded and (both := with_offload(chunked)):
         yield both, (NEEDS_CHUNKS, NEEDS_OFFLOAD)
+    asked = () if offloaded is None else (NEEDS_OFFLOAD,)
+    if can_offload and (on_disk := with_disk(offloaded or request)):
+        yield on_disk, (*asked, NEEDS_DISK)
 
 
 def with_chunks(request: PlanRequest) -> PlanRequest | None:

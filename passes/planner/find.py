@@ -140,7 +140,11 @@ def _plans_in_one_pass(request: PlanRequest, progress: Progress | None) -> tuple
             listed,
             baselines=baselines,
             stats=stats,
-            notes=(*found.notes, *host_notes(listed.priced, options.optimizer), *unpriced),
+            notes=(
+                *found.notes,
+                *host_notes(listed.priced, options.optimizer, request.cluster),
+                *unpriced,
+            ),
         )
         for listed, stats in ((found.best, found.stats), *found.rivals)
     )

@@ -20,6 +20,7 @@ from meshfold.errors import InfeasibleError, OptionError
 from meshfold.ir.options import VIRTUAL_STAGES, CompileOptions, PinValue
 from meshfold.ir.plan import MeshOutcome, Plan, PricedStrategy, SearchStats
 from meshfold.passes.graph.boundaries import carried_sequences, carries_feature_maps
+from meshfold.passes.memory.host_use import HostUse
 from meshfold.passes.one_pass.tree import RESTRICTIONS, SearchSpec
 from meshfold.passes.pipeline.interleaved import INTERLEAVED
 from meshfold.passes.pipeline.problem import PipelineProblems
@@ -29,6 +30,7 @@ from meshfold.passes.pipeline.tree import CUT_EXPERTS, SCHEDULE_PINS, PipelineTr
 from meshfold.passes.planner.accumulation import fitting_rows
 from meshfold.passes.planner.assembly import PlanRequest, model_info
 from meshfold.passes.planner.baselines import best_uniform_pipeline
+from meshfold.passes.planner.host_note import check_host_memory, stored_notes
 from meshfold.passes.planner.pipeline_assembly import assemble_pipeline
 from meshfold.passes.rules.expert_axis import shared_experts
 from meshfold.passes.split.pieces import sizes_of
@@ -133,6 +135,8 @@ def search_spec(request: PlanRequest, without: Sequence[str]) -> SearchSpec:
         switched_off=without,
         host_bytes_per_s=cluster.host_bytes_per_s,
         host_memory_bytes_per_s=cluster.host_memory_bytes_per_s,
+        disk_bytes_per_s=cluster.disk_bytes_per_s,
+        states_on_disk=request.states_on_disk,
         has_states=has_states(options.optimizer),
         has_feature_maps=carries_feature_maps(folded),
         sequences=carried_sequences(folded),
@@ -193,6 +197,16 @@ def _notes(
         notes.append(OWN_STATISTICS)
     if degrees.microbatches > 1 and degrees.degrees.zero_ranks > 1:
         notes += [_HOW_OFTEN[zero] for zero in sorted({x.strategy.zero for x in best.layers})]
+    schedule, stages = best.plan.schedule, best.plan.stages
+    of_devices = [HostUse()] * schedule.num_devices
+    for s, stage in enumerate(stages):
+        for x in best.layers[stage.first : stage.end]:
+            of_devices[schedule.device_of(s)] += x.host
+    most = HostUse(
+        max(use.memory_bytes for use in of_devices), max(use.disk_bytes for use in of_devices)
+    )
+    check_host_memory(most, request.cluster)
+    notes += stored_notes([x.strategy.offload for x in best.layers], most)
     return tuple(notes)
 
 

@@ -227,6 +227,8 @@ _DONE: Mapping[str, Mapping[object, str]] = MappingProxyType(
     {
         OFFLOAD: {
             "optimizer": "optimizer states of {} on the host",
+            "parameters": "parameters of {} on the host until their layer runs",
+            "disk": "optimizer states of {} on the host's disk",
             "activations": "saved activations of {} on the host",
         },
         RECOMPUTE: {

@@ -1,29 +1,34 @@
 """When optimizer states and activations go to the host's memory, and what a plan says of them."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from meshfold.cost_models.op_costs.optimizers import has_states
+from meshfold.ir.cluster import ClusterSpec
+from meshfold.ir.strategy import UPDATED_BY_HOST, Offload
+from meshfold.passes.memory.host_use import HostUse
 from meshfold.passes.memory.zero import program_states
 from meshfold.passes.one_pass.priced import Priced
 from meshfold.passes.planner.assembly import PlanRequest
 from meshfold.passes.planner.find_pipeline import is_pipeline_pinned
+from meshfold.passes.planner.host_note import check_host_memory, stored_notes
 from meshfold.units import bytes_text
 
 NEEDS_OFFLOAD = "nothing fits with all of it on the devices: offload was searched, too"
 
+NEEDS_DISK = "the host's memory has no room for optimizer states: they were searched on its disk"
+
 
 def with_offload(request: PlanRequest) -> PlanRequest | None:
-    """The request with optimizer states on the host, all of a pipeline's, or those and activations
-    of any layer otherwise. None where a pin speaks of it, it was offered already, nothing is known
-    about the hosts, or a pipeline's optimizer has no states."""
+    """The request with parameters and optimizer states of any layer on the host, and activations in
+    one pass. None where a pin speaks of it, it was offered already, nothing is known about the
+    hosts, or a pipeline's optimizer has no states."""
     options, cluster = request.options, request.cluster
     if "offload" in options.pins or options.allow_offload or not cluster.host_bytes_per_s:
         return None
-    if is_pipeline_pinned(options.pins):
-        if not cluster.host_memory_bytes_per_s or not has_states(options.optimizer):
-            return None
-        pins = {**options.pins, "offload": "optimizer"}
-        return replace(request, options=replace(options, pins=pins))
+    is_offered = cluster.host_memory_bytes_per_s and has_states(options.optimizer)
+    if is_pipeline_pinned(options.pins) and not is_offered:
+        return None
     return replace(request, options=replace(options, allow_offload=True))
 
 
@@ -32,28 +37,44 @@ def within(request: PlanRequest, num_bytes: int) -> PlanRequest:
     return replace(request, options=replace(request.options, memory_bytes=num_bytes))
 
 
-def host_notes(best: Priced, optimizer: str) -> list[str]:
-    """What a plan needs of the host's memory, for one device."""
+def with_disk(request: PlanRequest) -> PlanRequest | None:
+    """The request with optimizer states that leave the devices on the disks of the hosts. None
+    where offload is not offered or a pin speaks of it, where the host's memory has room for all
+    that is known of, or where nothing is known about the disk."""
+    options, cluster = request.options, request.cluster
+    if "offload" in options.pins or not options.allow_offload or request.states_on_disk:
+        return None
+    if not cluster.disk_bytes_per_s or not cluster.host_memory_bytes:
+        return None
+    return replace(request, states_on_disk=True)
+
+
+def host_notes(best: Priced, optimizer: str, cluster: ClusterSpec) -> list[str]:
+    """What a plan needs of the host, for one device. Raises InfeasibleError where its memory is
+    known to have no room for that."""
     offloads = [candidate.strategy.offload for candidate in best.candidates]
-    layers = sum(offloads[i.region] == "optimizer" for i in best.split.instances)
-    of = f"of {len(best.split.instances)} layers"
-    notes = []
-    if layers:
-        program = best.split, best.typings, best.mesh
-        all_here = program_states(*program, optimizer=optimizer)
-        left = program_states(*program, offloads, optimizer=optimizer)
-        # As they are stored, their gradients, and optimizer states.
-        num_bytes = 2 * (all_here.trained - left.trained)
-        num_bytes += all_here.update.state_bytes - left.update.state_bytes
-        notes.append(
-            f"parameters and optimizer states of {layers} {of} are in the host's memory: "
-            f"{bytes_text(num_bytes)} of it per device"
-        )
     leaving = [i.region for i in best.split.instances[:-1] if offloads[i.region] == "activations"]
+    if not leaving and not UPDATED_BY_HOST.intersection(offloads):
+        return []
+    stored = _stored(best, offloads, optimizer)
+    saved_bytes = sum(best.candidates[r].memory.saved_bytes for r in leaving)
+    check_host_memory(stored + HostUse(saved_bytes), cluster)
+    notes = stored_notes([offloads[i.region] for i in best.split.instances], stored)
     if leaving:
-        num_bytes = sum(best.candidates[r].memory.saved_bytes for r in leaving)
         notes.append(
-            f"activations of {len(leaving)} {of} wait in the host's memory for their backward: "
-            f"{bytes_text(num_bytes)} of it per device"
+            f"activations of {len(leaving)} of {len(best.split.instances)} layers wait in the "
+            f"host's memory for their backward: {bytes_text(saved_bytes)} of it per device"
         )
     return notes
+
+
+def _stored(best: Priced, offloads: Sequence[Offload], optimizer: str) -> HostUse:
+    """Parameters as they are stored, their gradients, and optimizer states."""
+    on_disk: list[Offload] = ["disk" if x == "disk" else "none" for x in offloads]
+    all_here, left, left_by_disk = (
+        program_states(best.split, best.typings, best.mesh, of, optimizer=optimizer)
+        for of in (None, offloads, on_disk)
+    )
+    disk_bytes = all_here.update.state_bytes - left_by_disk.update.state_bytes
+    states_bytes = all_here.update.state_bytes - left.update.state_bytes - disk_bytes
+    return HostUse(2 * (all_here.trained - left.trained) + states_bytes, disk_bytes)

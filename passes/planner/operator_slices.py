@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from meshfold.errors import OptionError
 from meshfold.ir.options import SLICES
+from meshfold.ir.strategy import UPDATED_BY_HOST
 from meshfold.passes.planner.assembly import PlanRequest
 from meshfold.passes.price.parameters import BUCKET_BYTES
 from meshfold.passes.split.operator_slices import largest_operator_bytes
@@ -46,7 +47,8 @@ def as_pinned(request: PlanRequest) -> PlanRequest:
             f"pin {SLICES}={count}: no linear layer or embedding of this model has a parameter "
             "that can be sliced so; leave it out"
         )
-    if request.options.pins.get("offload") == "optimizer" or request.options.allow_offload:
+    pinned = request.options.pins.get("offload")
+    if pinned in UPDATED_BY_HOST or request.options.allow_offload:
         raise OptionError(
             f"pin {SLICES}={count}: parameters in slices cannot be on the host; leave it out, or "
             "offload"

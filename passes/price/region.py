@@ -78,6 +78,8 @@ class HostTraffic:
     """Gradients, out in backward."""
     parameters_s: float = 0.0
     """Parameters that the host has updated, back in forward."""
+    by_layer_s: float = 0.0
+    """Those of them that come again in backward; gathers wait for them."""
 
 
 _NOT_RECOMPUTED, _NO_TRAFFIC = RecomputePrice(), HostTraffic()

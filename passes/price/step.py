@@ -7,12 +7,14 @@ a region is recomputed, b_i and the backward's c_i include its second forward
 while the region before runs and reduces gradients during the backward of the regions before, on one
 communication stream. In a run of equal layers, what hides there is a layer's own:
 
-    forward   g_0 + p_0 + sum_i max(f_i + c_i, g_i, k_i, p_i)
-    backward  sum_i max(b_i + c_i, g_i + d_i, k_i, u_i) + d_0 + u_0       (no g_i under ZeRO 1, 2)
+    forward   g_0 + p_0 + sum_i max(f_i + c_i, g_i + q_i, k_i, p_i)
+    backward  sum_i max(b_i + c_i, g_i + d_i, g_i + q_i, k_i, u_i) + d_0 + u_0
+                                                                          (no g_i under ZeRO 1, 2)
 
 where k_i, p_i and u_i are what is saved, parameters and gradients moving between device and host,
 if offloaded (passes/memory/zero.py): the link to the host is not the network, and carries both ways
-at once.
+at once. q_i are those of p_i that the device has only while the layer runs: one layer ahead there
+is a gather behind its copy, and they come in backward, too.
 The excess of each max over f_i or b_i is exposed. Each instance is charged with its own gather and
 reduction, so a step is a sum over instances, which the run search minimises
 (passes/one_pass/search.py). Where two neighbours differ in the layout of a value, the
@@ -28,7 +30,7 @@ from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.cost_models.op_costs.optimizers import Update
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.plan import TimeEstimate
-from meshfold.ir.strategy import Offload, RegionTyping
+from meshfold.ir.strategy import UPDATED_BY_HOST, Offload, RegionTyping
 from meshfold.passes.graph.reads import Crossing, ProgramReads, program_reads
 from meshfold.passes.price.conversions import conversion_cost
 from meshfold.passes.price.parameters import local_update
@@ -77,8 +79,9 @@ def instance_s(price: RegionPrice) -> float:
     forward_s = price.forward_s + price.graph_forward_s
     backward_s = price.backward_s + price.graph_backward_s
     host = price.host
-    return max(forward_s, gather_s, host.saved_s, host.parameters_s) + max(
-        backward_s, again_s + reduce_s, host.saved_s, host.gradients_s
+    come_s = host.by_layer_s
+    return max(forward_s, gather_s + come_s, host.saved_s, host.parameters_s) + max(
+        backward_s, again_s + reduce_s, again_s + come_s, host.saved_s, host.gradients_s
     )
 
 
@@ -135,9 +138,11 @@ def optimizer_s(update: Update, costs: CostModel) -> float:
     return costs.compute_s(update.flops, update.moved_bytes, "bfloat16")
 
 
-def host_optimizer_s(update: Update, costs: CostModel) -> float:
-    """The same where the host has the states: in its own memory."""
-    return costs.host_update_s(update.moved_bytes)
+def host_optimizer_s(update: Update, costs: CostModel, *, on_disk: bool = False) -> float:
+    """The same where the host has the states: in its own memory. on_disk: they are read from its
+    disk first and written behind, which nothing hides."""
+    disk_s = costs.disk_s(2 * update.state_bytes) if on_disk else 0.0
+    return costs.host_update_s(update.moved_bytes) + disk_s
 
 
 def _optimizer_s(
@@ -149,18 +154,19 @@ def _optimizer_s(
     reads: ProgramReads,
 ) -> float:
     """The device's pass, and the host's."""
-    here, elsewhere = Update(), Update()
+    here, elsewhere, on_disk = Update(), Update(), Update()
     for (r, first), count in reads.count_first(folded).items():
-        is_here = offloads is None or offloads[r] != "optimizer"
+        is_here = offloads is None or offloads[r] not in UPDATED_BY_HOST
         for i in first.parameters:
             value, layout = folded.regions[r].graph.values[i], typings[r].slots[i]
             update = local_update(value, layout, costs.mesh.sizes, optimizer).times(count)
             if is_here:
                 here += update
+            elif value.requires_grad and offloads and offloads[r] == "disk":
+                on_disk += update
             elif value.requires_grad:
                 elsewhere += update
-    here_s = optimizer_s(here, costs)
-    if not elsewhere.moved_bytes:
-        return here_s
+    here_s, host_s = optimizer_s(here, costs), host_optimizer_s(elsewhere, costs)
+    host_s += host_optimizer_s(on_disk, costs, on_disk=True)
     # The optimizer is started in any case.
-    return max(here_s, costs.launch_s) + host_optimizer_s(elsewhere, costs)
+    return max(here_s, costs.launch_s) + host_s if host_s else here_s

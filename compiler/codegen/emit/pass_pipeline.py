@@ -35,6 +35,7 @@ from meshfold.ir.strategy import RegionTyping
 from meshfold.passes.collective_matmul import with_planned_matmuls
 from meshfold.passes.graph.variants import (
     offloaded_parameters,
+    parameters_by_layer,
     planned_graph,
     regions_saved_on_host,
 )
@@ -138,7 +139,12 @@ def _bucket(program: EmittedProgram | None, of: Subject) -> EmittedProgram:
     assert program is not None, "there are collectives to bucket"
     offloaded = offloaded_parameters(of.split, of.plan)
     saved = regions_saved_on_host(of.plan)
-    return replace(bucketed(program, of.plan), offloaded=offloaded, saved_on_host=saved)
+    return replace(
+        bucketed(program, of.plan),
+        offloaded=offloaded,
+        by_layer=parameters_by_layer(of.split, of.plan),
+        saved_on_host=saved,
+    )
 
 
 def bucketed(program: EmittedProgram, plan: Plan) -> EmittedProgram:

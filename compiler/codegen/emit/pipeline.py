@@ -31,7 +31,11 @@ from meshfold.ir.node_groups import NodeLevels
 from meshfold.ir.op_graph import Dependence, FoldedGraph
 from meshfold.ir.plan import Plan
 from meshfold.ir.spmd import Layout
-from meshfold.passes.graph.variants import offloaded_parameters, planned_graph
+from meshfold.passes.graph.variants import (
+    offloaded_parameters,
+    parameters_by_layer,
+    planned_graph,
+)
 from meshfold.passes.planner.plan_types import check_plan_types
 from meshfold.passes.split.as_planned import as_planned
 from meshfold.passes.split.loss_counts import LossCount, loss_counts
@@ -101,6 +105,11 @@ class EmittedPipeline:
     def offloaded(self) -> frozenset[str]:
         """As of EmittedProgram, of all stages."""
         return frozenset[str]().union(*(stage.offloaded for stage in self.stages))
+
+    @property
+    def by_layer(self) -> frozenset[str]:
+        """As of EmittedProgram, of all stages."""
+        return frozenset[str]().union(*(stage.by_layer for stage in self.stages))
 
     @property
     def counted_buffers(self) -> frozenset[str]:
@@ -231,9 +240,13 @@ def _placed(
     stages: tuple[EmittedProgram, ...], planned: FoldedGraph, plan: Plan
 ) -> tuple[EmittedProgram, ...]:
     """The stages with the plan's buckets, and with what it stores on the host."""
-    offloaded = offloaded_parameters(planned, plan)
+    offloaded, by_layer = offloaded_parameters(planned, plan), parameters_by_layer(planned, plan)
     return tuple(
-        replace(bucketed(stage, plan), offloaded=offloaded.intersection(stage.stored))
+        replace(
+            bucketed(stage, plan),
+            offloaded=offloaded.intersection(stage.stored),
+            by_layer=by_layer.intersection(stage.stored),
+        )
         for stage in stages
     )
 

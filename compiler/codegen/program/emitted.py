@@ -157,6 +157,9 @@ class EmittedProgram:
     offloaded: frozenset[str] = frozenset()
     """Names of the parameters that are stored and updated in the host's memory."""
 
+    by_layer: frozenset[str] = frozenset()
+    """Names of those of them that the device has only while the layer that reads them runs."""
+
     saved_on_host: frozenset[int] = frozenset()
     """Numbers of the folded regions whose saved activations wait in the host's memory."""
 
@@ -269,7 +272,8 @@ class EmittedProgram:
         if self.hierarchical is not None:
             yield f"  {self.hierarchical}"
         for name in sorted(self.offloaded):
-            yield f"  {name}: stored and updated in the host's memory"
+            comes = ", here while its layer runs" if name in self.by_layer else ""
+            yield f"  {name}: stored and updated in the host's memory{comes}"
         for k, region in enumerate(self.regions):
             instances = [i for i, p in enumerate(self.programs) if p == k]
             scope = self.folded.instances[instances[0]].scope or "the model"

@@ -83,7 +83,7 @@ def test_the_option_surface_is_frozen() -> None:
         ),
         (
             {"pins": {"offload": "all"}},
-            "pin offload=all: unknown; write none or optimizer or activations",
+            "pin offload=all: unknown; write none or optimizer or parameters or disk or a",
         ),
         (
             {"pins": {"schedule": "dual"}},

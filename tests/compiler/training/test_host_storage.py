@@ -15,6 +15,8 @@ from support.processes.offload import (
 )
 from support.processes.pool import Pools
 
+from meshfold.errors import MeshfoldError
+
 POOLED = "support.processes.offload"
 
 
@@ -26,6 +28,50 @@ def test_one_device_trains_as_without(pins: dict[str, Any], options: dict[str, A
     found = compared(pins, **options)
     assert found.differ == [] and found.num_offloaded == 16
     assert found.device_bytes == found.stored_bytes
+
+
+@pytest.mark.parametrize(
+    ("pins", "family", "options"),
+    [
+        ({}, "gpt2", {}),
+        ({"recompute": "full"}, "llama", {}),
+        ({}, "mixtral", {}),
+        ({"recompute": "selective"}, "gpt2", {"mode": "scheduled"}),
+        ({"microbatches": 2}, "dropout", {}),
+        ({}, "dropout", {"precision": "bf16"}),
+        ({"recompute": "full", "microbatches": 2}, "stack", {"precision": "bf16"}),
+        ({"recompute": "full"}, "stack", {"mode": "scheduled", "precision": "bf16"}),
+    ],
+    ids=str,
+)
+def test_parameters_that_come_by_layer_train_as_without(
+    pins: dict[str, Any], family: str, options: dict[str, Any]
+) -> None:
+    """Of GPT-2 the tied embedding stays."""
+    found = compared(pins, family, "parameters", **options)
+    assert found.differ == [] and found.num_offloaded > 0
+    assert (found.device_bytes > 0) == (family == "gpt2")
+
+
+def test_a_changed_parameter_is_not_read_again() -> None:
+    run = started({"offload": "parameters"})
+    loss = run.model(**run.batch)
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.add_(1.0)
+    with pytest.raises(MeshfoldError, match="was changed between forward and backward"):
+        loss.backward()
+
+
+def test_evaluation_between_forward_and_backward_takes_no_parameters_away() -> None:
+    (run, right) = (started({"offload": offload}) for offload in ("parameters", "none"))
+    losses = [x.model(**x.batch) for x in (run, right)]
+    with torch.no_grad():
+        assert torch.equal(*(x.model(**x.batch) for x in (run, right)))
+    for x, loss in zip((run, right), losses, strict=True):
+        (loss + x.model(**x.batch)).backward()
+    for a, b in zip(run.model.parameters(), right.model.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
 
 
 def test_masters_are_on_the_host_alone() -> None:
@@ -64,11 +110,39 @@ def test_ranks_train_as_without(pools: Pools, ranks: int, pins: dict[str, Any]) 
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "pins", "family", "options"),
+    [
+        (2, {"dp": 2, "zero": 0}, "gpt2", {}),
+        (2, {"dp": 2, "zero": 3}, "llama", {}),
+        (2, {"dp": 2, "zero": 3}, "gpt2", {"precision": "bf16"}),
+        (2, {"dp": 2, "zero": 3, "recompute": "full"}, "dropout", {"mode": "scheduled"}),
+        (2, {"dp": 2, "zero": 3, "allgather_bucket_bytes": "1MB"}, "stack", {}),
+        (2, {"dp": 2, "zero": 3, "microbatches": 2}, "stack", {}),
+        (2, {"tp": 2, "sp": 1}, "llama", {}),
+        (2, {"pp": 2, "microbatches": 2}, "gpt2", {}),
+        (2, {"pp": 2, "microbatches": 4, "schedule": "zero_bubble"}, "stack", {}),
+        (2, {"pp": 2, "microbatches": 2}, "stack", {"precision": "bf16"}),
+        (4, {"pp": 2, "dp": 2, "zero": 3, "microbatches": 2}, "llama", {}),
+        (4, {"dp": 4, "zero": 3, "dp_shard": 2}, "stack", {}),
+    ],
+    ids=str,
+)
+def test_parameters_of_ranks_that_come_by_layer_train_as_without(
+    pools: Pools, ranks: int, pins: dict[str, Any], family: str, options: dict[str, Any]
+) -> None:
+    arguments = pins, family, "parameters"
+    for found in pools.run(ranks, f"{POOLED}:compared", *arguments, **options):
+        assert Compared(*found).differ == []
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
 @pytest.mark.parametrize("pins", [{"dp": 2, "zero": 3}, {"pp": 2, "microbatches": 2}], ids=str)
 @pytest.mark.parametrize("precision", ["model", "bf16"])
 def test_families_train_as_without(pools: Pools, pins: dict[str, Any], precision: str) -> None:
     """With a tied embedding, on both stages of a pipeline."""
-    for found in pools.run(2, f"{POOLED}:compared", pins, "gpt2"):
+    for found in pools.run(2, f"{POOLED}:compared", pins, "gpt2", precision=precision):
         assert Compared(*found).differ == []
 
 
@@ -85,8 +159,9 @@ def test_checkpoints_go_from_ranks_to_other_ranks(pools: Pools, tmp_path: Path) 
     assert all(pools.run(2, f"{POOLED}:checkpointed", str(tmp_path / "last"), *plans))
 
 
-def test_evaluation_and_batches_of_other_sizes_read_what_the_host_has() -> None:
-    run = started({"offload": "optimizer"}).steps(1)
+@pytest.mark.parametrize("offload", ["optimizer", "parameters", "disk"])
+def test_evaluation_and_batches_of_other_sizes_read_what_the_host_has(offload: str) -> None:
+    run = started({"offload": offload}).steps(1)
     right = started({}).steps(1)
     half = {name: x[:4] for name, x in run.batch.items()}
     for batch in (run.batch, half):

@@ -109,6 +109,18 @@ def test_offloaded_activations_are_there_for_two_instances_at_a_time() -> None:
     assert compose(layers[:2])[0] == compose(plain[:2])[0]
 
 
+def test_parameters_that_come_by_layer_are_there_for_two_instances_at_a_time() -> None:
+    plain = [replace(i, parameters=()) for i in chain(3)]
+    layers = [replace(i, by_layer_bytes=500) for i in plain]
+    assert compose(layers)[0].peak == compose(plain)[0].peak + 1000
+    # The last one and those that come next in backward: of different sizes.
+    sizes = [replace(i, by_layer_bytes=n) for i, n in zip(plain, (50, 0, 5000), strict=True)]
+    found, _ = compose(sizes)
+    assert found.gathered_parameters == 5050
+    # While the second one runs backward the third's have gone.
+    assert compose(sizes[:2])[0].gathered_parameters == 50
+
+
 def test_gradients_that_leave_are_there_for_one_instance_more() -> None:
     away, _ = compose(with_weight(chain(3), 500, stays=0))
     # While instance 1 runs backward, w2's is on its way; instance 0 keeps 100, 1 its own 170.

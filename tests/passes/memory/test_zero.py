@@ -16,6 +16,7 @@ from meshfold.capture.pipeline import capture
 from meshfold.codegen.emit.pipeline import emit_plan
 from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.ir.cluster import ClusterSpec
 from meshfold.ir.op_graph import FoldedGraph, OpGraph, Slot, SlotKind, Value
 from meshfold.ir.options import CompileOptions
 from meshfold.ir.spmd import INVARIANT, Shard
@@ -35,10 +36,20 @@ from meshfold.passes.one_pass.candidates import StrategyCandidate
 from meshfold.passes.one_pass.priced import order_of
 from meshfold.passes.one_pass.search import MeshPlanner
 from meshfold.passes.one_pass.tree import strategies_on
+from meshfold.passes.price.region import HostTraffic
+from meshfold.passes.price.step import ends_s, instance_s
 from meshfold.passes.region.typing import MeshSearch
 
 PROBER = OpProber()
 HOST_BYTES_PER_S = 15.75e9  # of dgx-v100, each way
+
+
+def with_disks() -> ClusterSpec:
+    """Four V100, whose host has a disk of 1 GB/s for each."""
+    spec = resolve_cluster("dgx-v100", 4)
+    (group,) = spec.groups
+    device = replace(group.device, disk_bytes_per_s=1e9)
+    return replace(spec, groups=(replace(group, device=device),))
 
 
 @cache
@@ -48,7 +59,7 @@ def graph_of(family: str) -> FoldedGraph:
 
 @cache
 def search_of(family: str, dp: int, tp: int) -> MeshSearch:
-    cluster = resolve_cluster("dgx-v100", 4)
+    cluster = with_disks()
     return MeshSearch(graph_of(family), cluster, build_mesh(cluster, dp, tp), BATCH)
 
 
@@ -64,7 +75,7 @@ def planner(
     """Over the candidates `among`, those that cannot run included."""
     return MeshPlanner(
         graph_of(family),
-        resolve_cluster("dgx-v100", 4),
+        with_disks(),
         search_of(family, dp, tp),
         [candidate for candidate in strategies_on(Degrees(dp=dp, tp=tp)) if among(candidate)],
         CompileOptions(memory_bytes=memory_bytes, optimizer=optimizer),
@@ -116,12 +127,12 @@ def test_offloaded_activations_hide_behind_compute_as_far_as_the_link_allows() -
 
 def test_a_slow_link_exposes_what_compute_does_not_hide() -> None:
     of = planner("llama", 1, 1)
-    slow = resolve_cluster("dgx-v100", 4)
+    slow = with_disks()
     (group,) = slow.groups
     device = replace(group.device, host_bytes_per_s=1e6)
     costs = replace(of.costs, cluster=replace(slow, groups=(replace(group, device=device),)))
     candidate = layer_leaf(of, UniformStrategy(offload="activations"))
-    traffic = host_traffic(candidate.strategy.offload, candidate.memory, 0, 0, costs)
+    traffic = host_traffic(candidate.strategy.offload, candidate.memory, 0, 0, 0, costs)
     assert traffic.saved_s == candidate.memory.saved_bytes / 1e6 > candidate.price.backward_s
 
 
@@ -145,6 +156,34 @@ def test_offloaded_states_leave_and_the_way_there_and_back_is_paid() -> None:
     assert moved.time_s == pytest.approx(expected_s, rel=1e-12)
     # Gradients of the layer that is last have nothing to hide behind, nor its parameters.
     assert moved.ends_s == pytest.approx(2 * one_way_s)
+
+
+def test_parameters_that_come_by_layer_come_twice() -> None:
+    of = planner("llama", 1, 1)
+    plain, staying, moved = (
+        layer_leaf(of, UniformStrategy(offload=offload))
+        for offload in ("none", "optimizer", "parameters")
+    )
+    num_bytes = plain.parameter_bytes
+    one_way_s = num_bytes / HOST_BYTES_PER_S
+    forward_s, backward_s = plain.price.forward_s, plain.price.backward_s
+    hidden = max(forward_s, one_way_s) + max(backward_s, one_way_s)
+    assert moved.time_s == pytest.approx(hidden + 7 * num_bytes / 13.6e9, rel=1e-12)
+    assert moved.price.host.by_layer_s == pytest.approx(one_way_s)
+    assert moved.parameter_bytes == moved.optimizer_bytes == moved.gradient_bytes == 0
+    # Its own, and those of the layer that comes.
+    assert moved.workspace_bytes == staying.workspace_bytes + 2 * num_bytes
+    # Under ZeRO 3 a gather waits for its copy: 7 + 3 seconds, and 2 x 3 + 4 of gathers and more.
+    price = replace(
+        plain.price,
+        forward_s=1.0,
+        backward_s=8.0,
+        gather_s={"dp": 3.0},
+        reduce_s={"dp": 4.0},
+        host=HostTraffic(gradients_s=2.0, parameters_s=7.0, by_layer_s=7.0),
+    )
+    assert instance_s(price) == 10.0 + 10.0 and ends_s(price) == 3.0 + 4.0 + 7.0 + 2.0
+    assert instance_s(replace(price, num_gathers=1, gather_s={})) == 7.0 + 8.0
 
 
 def test_zero_2_stores_shards_and_keeps_what_it_gathers() -> None:

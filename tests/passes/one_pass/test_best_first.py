@@ -11,7 +11,7 @@ from meshfold.passes.one_pass.best_first import (
     TieredCandidate,
     best_first,
 )
-from meshfold.passes.one_pass.tree import divisors
+from meshfold.passes.one_pass.pruning import divisors
 
 
 @st.composite

@@ -4,11 +4,14 @@ import pytest
 
 from meshfold.errors import OptionError
 from meshfold.ir.strategy import Degrees, UniformStrategy
+from meshfold.passes.one_pass.pruning import divisors
 from meshfold.passes.one_pass.tree import (
+    ALL_ON_DISK,
     BATCH,
     CONTEXT,
     EXPERTS,
     GRADIENTS,
+    IN_MEMORY,
     MIXED,
     NO_HOST_LINK,
     NO_HOST_MEMORY,
@@ -22,7 +25,6 @@ from meshfold.passes.one_pass.tree import (
     UNASKED_OFFLOAD,
     SearchSpec,
     Tree,
-    divisors,
     grow_tree,
 )
 
@@ -131,7 +133,17 @@ def test_offload_comes_on_request() -> None:
     spec = {"host_bytes_per_s": 1e9, "host_memory_bytes_per_s": 1e9}
     assert {strategy.offload for strategy in tree(2, **spec).strategies} == {"none"}
     found = tree(2, allow_offload=True, **spec).strategies
-    assert {strategy.offload for strategy in found} == {"none", "optimizer", "activations"}
+    everything = {"none", "optimizer", "parameters", "activations"}
+    assert {strategy.offload for strategy in found} == everything
+    assert not any(x.offload == "parameters" and x.zero in (1, 2) for x in found)
+    # States are on disk where the host's memory is too small, or a pin says so.
+    of_disk = {**spec, "disk_bytes_per_s": 1e9}
+    small = tree(2, allow_offload=True, states_on_disk=True, **of_disk)
+    assert {strategy.offload for strategy in small.strategies} == {"none", "disk", "activations"}
+    assert small.pruned[ALL_ON_DISK] == 2 * 3 * (4 + 2 + 4)
+    pinned = tree(2, pins={"offload": "disk"}, **of_disk).strategies
+    assert {strategy.offload for strategy in pinned} == {"disk"}
+    assert tree(2, allow_offload=True, **of_disk).strategies == found
 
 
 def test_zero_1_in_one_pass_is_zero_2() -> None:
@@ -156,25 +168,26 @@ def test_offload_needs_a_link_to_the_host_and_states() -> None:
     assert {strategy.offload for strategy in known.strategies} == {
         "none",
         "optimizer",
+        "parameters",
         "activations",
     }
     linked = tree(2, allow_offload=True, host_bytes_per_s=1e9)
     assert {strategy.offload for strategy in linked.strategies} == {"none", "activations"}
-    assert linked.pruned[NO_HOST_MEMORY] == 3 * (4 + 2 + 4)
+    assert linked.pruned[NO_HOST_MEMORY] == 3 * 3 * (4 + 2 + 4)
     stateless = tree(2, allow_offload=True, **hosts, has_states=False)
     assert {strategy.offload for strategy in stateless.strategies} == {"none", "activations"}
     assert NO_HOST_LINK not in known.pruned and stateless.pruned[NO_STATES] > 0
-    # Two ways to offload, three to recompute; four ZeRO levels on dp2 and on tp2 as dp, one on tp2,
-    # with and without sp.
-    assert tree(2, allow_offload=True).pruned[NO_HOST_LINK] == 2 * 3 * (4 + 2 + 4)
+    # Four ways to offload, three to recompute; four ZeRO levels on dp2 and on tp2 as dp, one on
+    # tp2, with and without sp.
+    assert tree(2, allow_offload=True).pruned[NO_HOST_LINK] == 4 * 3 * (4 + 2 + 4)
 
 
 def test_states_go_to_the_host_only_where_somebody_asks() -> None:
     hosts = {"host_bytes_per_s": 1e9, "host_memory_bytes_per_s": 1e9}
     unasked = tree(1, **hosts)
     assert {strategy.offload for strategy in unasked.strategies} == {"none"}
-    # Whatever else it does, two things to offload: without recomputation, with some or all of it.
-    assert unasked.pruned[UNASKED_OFFLOAD] == 3 * 2
+    # Whatever else it does, four things to offload: without recomputation, with some or all of it.
+    assert unasked.pruned[UNASKED_OFFLOAD] == 3 * 4
     assert unasked.strategies == tree(1).strategies
     pinned = tree(1, **hosts, pins={"offload": "optimizer"})
     assert {strategy.offload for strategy in pinned.strategies} == {"optimizer"}
@@ -185,7 +198,8 @@ def test_activations_of_recomputed_layers_stay() -> None:
     restriction that plans name."""
     spec = {"allow_offload": True, "host_bytes_per_s": 1e9, "host_memory_bytes_per_s": 1e9}
     found = tree(1, **spec)
-    assert found.pruned == {NOTHING_SAVED: 1, SAVED_ONCE: 1} and len(found.strategies) == 7
+    assert found.pruned == {IN_MEMORY: 3, NOTHING_SAVED: 1, SAVED_ONCE: 1}
+    assert len(found.strategies) == 10
     assert SAVED_ONCE in RESTRICTIONS and NOTHING_SAVED not in RESTRICTIONS
     pinned = tree(1, pins={"offload": "activations"}, **spec)
     assert [strategy.recompute for strategy in pinned.strategies] == ["none"]
@@ -194,7 +208,7 @@ def test_activations_of_recomputed_layers_stay() -> None:
 def test_activations_stay_in_mode_scheduled() -> None:
     spec = {"allow_offload": True, "host_bytes_per_s": 1e9, "host_memory_bytes_per_s": 1e9}
     found = tree(1, mode="scheduled", **spec)
-    assert found.pruned == {SAVED_EAGER: 3} and SAVED_EAGER in RESTRICTIONS
+    assert found.pruned == {IN_MEMORY: 3, SAVED_EAGER: 3} and SAVED_EAGER in RESTRICTIONS
 
 
 @pytest.mark.parametrize(
@@ -247,8 +261,9 @@ def test_pins_of_offload_that_cannot_be_kept_name_themselves(pins, spec, message
 def test_batch_that_does_not_divide_is_pruned() -> None:
     found = tree(4, batch_size=6)
     assert {strategy.dp for strategy in found.strategies} == {1, 2}
-    # dp4, dp2 x tp2 as dp and tp4 as dp: four ZeRO levels, three ways to recompute and to offload.
-    assert found.pruned[BATCH] == 3 * 4 * 3 * 3
+    # dp4, dp2 x tp2 as dp and tp4 as dp: four ZeRO levels, three ways to recompute and five to
+    # offload.
+    assert found.pruned[BATCH] == 3 * 4 * 3 * 5
 
 
 def test_tp_stays_inside_a_node_while_it_can() -> None:

@@ -1,5 +1,7 @@
 """Copies and collectives of a layer's parameters in a pipeline, as its program will have them."""
 
+from operator import attrgetter
+
 import pytest
 
 from meshfold.cost_models.hardware.devices import resolve_cluster
@@ -104,17 +106,38 @@ def test_layers_of_one_stage_share_what_they_all_read() -> None:
             )
             for least, num_stages in ((6, 1), (1, 1), (6, 2))
         )
-        names = ("stored", "updated", "copied", "gradients")
+        names = ("stored", "trained.updated", "trained.copied", "gradients")
         # Ranks reduce the gradient of each use by itself; one rank adds them up in the parameter.
         once = names[: 3 + (dp == 1)]
         for name in names:
-            assert getattr(shared, name) == (668 if name in once else 4004)
+            of = attrgetter(name)
+            assert of(shared) == (668 if name in once else 4004)
             # Where fewer layers may read it nothing is left out.
-            assert getattr(unsure, name) == getattr(several, name) == 4004
+            assert of(unsure) == of(several) == 4004
         assert 6 * 667 < 4004 <= 6 * 668
         reduced = list(shared.buckets("all_reduce", is_once=True))
         assert reduced == ([(("dp",), 4004)] if dp > 1 else [])
         assert shared.tied == [] and several.tied == [(4004, 6)]
+
+
+def test_gradients_that_are_final_with_every_backward_leave_with_it() -> None:
+    """Not those that are added up over microbatches, or cast, and reduced once; nor of a parameter
+    that another layer reads."""
+    value, wide = (
+        Value((1000,), "float32", True),
+        Value((1000,), "bfloat16", True, master="float32"),
+    )
+
+    def leaving(dp: int, zero: int, value: Value = value, holders: int = 1) -> tuple[int, int]:
+        parameter = Parameter(value, (), (), holders)
+        found = LayerParameters([parameter], zero, *stages(2, dp), "adamw", 2)
+        assert found.trained == (found.alone if holders == 1 else found.also_elsewhere)
+        return found.leaving, found.gradients
+
+    assert leaving(1, 0) == (4000, 4000) and leaving(8, 0) == leaving(8, 1) == (0, 4000)
+    assert leaving(8, 2) == leaving(8, 3) == (500, 500)
+    assert leaving(1, 0, wide) == (0, 4000) and leaving(8, 3, wide) == (500, 500)
+    assert leaving(1, 0, holders=2) == (0, 4000)
 
 
 @pytest.mark.parametrize("zero", range(4))

@@ -340,8 +340,8 @@ def tight_bytes() -> int:
 def test_offload_competes_where_it_is_allowed():
     here = on_v100("deep gpt2", memory_bytes=tight_bytes())
     asked = on_v100("deep gpt2", memory_bytes=tight_bytes(), allow_offload=True)
-    # Of three ways to recompute and three to offload.
-    assert here.search.pruned[UNASKED_OFFLOAD] == 6
+    # Of three ways to recompute and five to offload.
+    assert here.search.pruned[UNASKED_OFFLOAD] == 12
     assert {region.strategy.offload for region in asked.regions} > {"none"}
     # More leaves to choose from: faster here, where they are what memory asks for.
     assert asked.time.step_s < here.time.step_s

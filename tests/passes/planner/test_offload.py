@@ -1,6 +1,7 @@
 """When optimizer states go to the host, and what plans say of it."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from support.processes.offload import cluster_with_hosts
@@ -11,7 +12,7 @@ from meshfold.errors import InfeasibleError, OptionError, PlanMismatchError
 from meshfold.ir.cluster import ClusterSpec
 from meshfold.ir.plan import Plan
 from meshfold.passes.planner.check import price_plan
-from meshfold.passes.planner.offload import NEEDS_OFFLOAD
+from meshfold.passes.planner.offload import NEEDS_DISK, NEEDS_OFFLOAD
 from meshfold.plan_file.io import plan_from_json, plan_to_json
 
 
@@ -32,12 +33,12 @@ def test_what_does_not_fit_is_made_to_fit_and_says_so() -> None:
     whole, least = plan(), plan(pins={"offload": "optimizer"})
     assert least.memory.optimizer == least.memory.gradients == 0
     found = plan(memory_bytes=(whole.memory.peak + 2 * least.memory.peak) // 3)
-    assert set(offloads(found)) == {"none", "optimizer"}, "no more of them than it takes"
+    assert "none" in offloads(found) and len({*offloads(found)}) > 1, "no more than it takes"
     assert found.memory.peak <= found.memory.capacity and NEEDS_OFFLOAD in found.notes
     assert any("in the host's memory:" in note for note in found.notes)
     free = plan(memory_bytes=1 << 60)
     (why,) = (note for note in found.notes if note.startswith("fits because: "))
-    assert why.startswith("fits because: optimizer states of ")
+    assert " layers on the host" in why
     price = f"{found.step_s / free.step_s - 1:+.1%} on the step of one device, the best plan"
     assert f"; in all {price} on devices of any memory" in why
     # Parameters, gradients, and two states: 4 x 8 bytes of each number.
@@ -55,8 +56,98 @@ def test_a_pipeline_that_is_pinned_is_made_to_fit_as_a_whole() -> None:
     layers = (least.time.optimizer_s - 4e-6) / (7 * layer_bytes / 1e10)
     assert round(layers) in (1, 2, 3) and layers == pytest.approx(round(layers))
     found = plan(hosts, pins=pins, memory_bytes=least.memory.peak)
-    assert set(offloads(found)) == {"optimizer"} and NEEDS_OFFLOAD in found.notes
-    assert emit_plan(stack_graph(), found).offloaded == {p.name for p in stack_graph().parameters}
+    assert found.memory.peak <= least.memory.peak and NEEDS_OFFLOAD in found.notes
+    assert emit_plan(stack_graph(), least).offloaded == {p.name for p in stack_graph().parameters}
+
+
+def test_layers_of_a_pipeline_go_to_the_host_one_by_one() -> None:
+    """As many of them as it takes, and the plan says so."""
+    pins, hosts = {"pp": 2, "microbatches": 2}, cluster_with_hosts(2)
+    whole, least = (plan(hosts, pins={**pins, "offload": x}) for x in ("none", "optimizer"))
+    budget = (whole.memory.peak + least.memory.peak) // 2
+    found = plan(hosts, pins=pins, memory_bytes=budget)
+    assert set(offloads(found)) == {"none", "optimizer"} and found.memory.peak <= budget
+    assert whole.time.step_s <= found.time.step_s <= least.time.step_s
+    # Gradients that leave with every backward are charged to nobody.
+    layer_bytes = 8 * (2 * 64 * 128 + 128 + 64)
+    assert whole.memory.gradients == 3 * layer_bytes and least.memory.gradients == 0
+    assert found.memory.gradients in (layer_bytes, 2 * layer_bytes)
+    (note,) = (x for x in found.notes if "host's memory:" in x)
+    assert note.startswith("parameters and optimizer states of ")
+    (why,) = (x for x in found.notes if x.startswith("fits because: "))
+    assert "optimizer states of " in why
+    names = emit_plan(stack_graph(), found).offloaded
+    assert 0 < len(names) < len(stack_graph().parameters)
+
+
+def test_parameters_of_layers_come_where_states_alone_do_not_make_room() -> None:
+    by_layer, staying = (plan(pins={"offload": x}) for x in ("parameters", "optimizer"))
+    assert by_layer.memory.parameters == 0 and by_layer.memory.peak < staying.memory.peak
+    assert by_layer.simulated is not None
+    assert price_plan(stack_graph(), by_layer, PROBER).memory == by_layer.memory
+    found = plan(memory_bytes=(by_layer.memory.peak + staying.memory.peak) // 2)
+    assert "parameters" in offloads(found)
+    assert any("of 5 layers on the host until their layer runs" in note for note in found.notes)
+    assert any("come twice, for its forward and its backward" in note for note in found.notes)
+    pins = {"pp": 2, "microbatches": 2, "offload": "parameters"}
+    stages = plan(cluster_with_hosts(2), pins=pins)
+    emitted = emit_plan(stack_graph(), stages)
+    assert emitted.by_layer == emitted.offloaded == {p.name for p in stack_graph().parameters}
+    assert stages.memory.parameters == 0
+
+
+def test_what_is_gathered_once_does_not_come_by_layer() -> None:
+    hosts = cluster_with_hosts(2)
+    with pytest.raises(OptionError, match="pin zero=0 or zero=3"):
+        plan(hosts, pins={"dp": 2, "zero": 2, "offload": "parameters"})
+
+
+def with_disks(num_devices: int, **figures: float) -> ClusterSpec:
+    """Processes of this machine, as if their hosts had disks of 1 GB/s, and these figures."""
+    spec = cluster_with_hosts(num_devices)
+    (group,) = spec.groups
+    device = replace(group.device, **figures)
+    return replace(spec, groups=(replace(group, device=device),))
+
+
+LAYER_BYTES = 8 * (2 * 64 * 128 + 128 + 64)
+
+
+@pytest.mark.parametrize("pins", [{}, {"pp": 2, "microbatches": 2}], ids=["one pass", "stages"])
+def test_states_on_disk_have_a_price(pins: dict[str, Any]) -> None:
+    """Two states of a number are read from the disk and written, one after the other."""
+    spec = with_disks(2 if pins else 1)
+    memory, disk = (plan(spec, pins={**pins, "offload": x}) for x in ("optimizer", "disk"))
+    # And 7 passes over the host's memory, at 10 GB/s.
+    layers = (disk.time.optimizer_s - 4e-6) / (4 * LAYER_BYTES / 1e9 + 7 * LAYER_BYTES / 1e10)
+    assert round(layers) in ((1, 2, 3) if pins else (4,))
+    assert layers == pytest.approx(round(layers))
+    assert disk.memory.optimizer == 0 and set(offloads(disk)) == {"disk"}
+    assert disk.step_s > memory.step_s and (pins or disk.memory == memory.memory)
+    assert any("keep_states_on_disk" in note for note in disk.notes)
+    if not pins:
+        assert price_plan(stack_graph(), disk, PROBER).time == disk.time
+    with pytest.raises(OptionError, match="give disk_bytes_per_s of the devices"):
+        plan(with_disks(2, disk_bytes_per_s=0.0), pins={**pins, "offload": "disk"})
+
+
+def test_states_go_to_the_disk_where_the_host_has_no_room() -> None:
+    small = plan(pins={"offload": "optimizer"}).memory.peak
+    # Four numbers each of 4 layers leave the device, and two of them are states.
+    host_bytes = 4 * 4 * LAYER_BYTES
+    roomy = plan(with_disks(1, host_memory_bytes=host_bytes), memory_bytes=small)
+    assert "disk" not in offloads(roomy)
+    narrow = with_disks(1, host_memory_bytes=host_bytes // 2)
+    for options in ({}, {"allow_offload": True}):
+        found = plan(narrow, memory_bytes=small, **options)
+        assert "disk" in offloads(found) and NEEDS_DISK in found.notes
+        assert not {"optimizer", "parameters"}.intersection(offloads(found))
+    for spec in (
+        with_disks(1, host_memory_bytes=host_bytes // 4),
+        with_disks(1, host_memory_bytes=host_bytes // 2, disk_bytes_per_s=0.0),
+    ):
+        with pytest.raises(InfeasibleError):
+            plan(spec, memory_bytes=small)
 
 
 def test_nothing_fits_at_all() -> None:

@@ -21,7 +21,8 @@ def cluster_with_hosts(num_devices: int) -> ClusterSpec:
     """Processes of this machine, as if they had hosts."""
     cluster = resolve_cluster("local-cpu", num_devices)
     (group,) = cluster.groups
-    device = replace(group.device, host_bytes_per_s=1e10, host_memory_bytes_per_s=1e10)
+    rates = {"host_bytes_per_s": 1e10, "host_memory_bytes_per_s": 1e10, "disk_bytes_per_s": 1e9}
+    device = replace(group.device, **rates)
     return replace(cluster, groups=(replace(group, device=device),))
 
 
@@ -49,7 +50,8 @@ def started(pins: Mapping[str, PinValue], family: str = "stack", **options: Any)
     else:
         model, batch = tiny_model(family)
     if "precision" in options:
-        model, batch = model.float(), {k: x.float() for k, x in batch.items()}
+        model = model.float()
+        batch = {k: x.float() if x.is_floating_point() else x for k, x in batch.items()}
     compiled = meshfold.compile(
         model, cluster_with_hosts(ranks), batch, options=CompileOptions(pins=pins, **options)
     )
@@ -66,17 +68,23 @@ class Compared(NamedTuple):
     stored_bytes: int
 
 
-def compared(pins: Mapping[str, PinValue], family: str = "stack", **options: Any) -> Compared:
-    """After three steps with all optimizer states on the host, and without."""
+def compared(
+    pins: Mapping[str, PinValue],
+    family: str = "stack",
+    offload: str = "optimizer",
+    **options: Any,
+) -> Compared:
+    """After three steps with all optimizer states on the host, and without. offload: of the pin."""
     right = started(pins, family, **options).steps(3)
-    found = started({**pins, "offload": "optimizer"}, family, **options).steps(3)
+    found = started({**pins, "offload": offload}, family, **options).steps(3)
     own = dict(right.model.named_parameters())
     differ = [n for n, p in found.model.named_parameters() if not torch.equal(p, own[n])]
-    host = found.model._host
+    host = found.model.host_side
     assert host is not None
     assert host.link.num_bytes_to_host > 0 and not any(
         c.grad is not None for c in host._copies.values()
     )
+    assert host.by_layer.num_bytes == 0, "what comes layer by layer has gone"
     names = found.model.program.offloaded & {found.model._canonical[n] for n in own}
     stored = sum(p.nbytes for n, p in own.items() if found.model._canonical[n] in names)
     return Compared(differ, len(names), host.num_device_bytes, stored)
