@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from meshfold.capture.pipeline import capture
 
 FILES = {
-    "lazy_package/__init__.py": "TABLE = {}\n\ndef touch():\n    TABLE.setdefault('calls', 0)\n",
-    "lazy_package/part.py": """
+    "__init__": "TABLE = {}\n\ndef touch():\n    TABLE.setdefault('calls', 0)\n",
+    "part": """
 import lazy_package
 
 def _first():
@@ -60,7 +60,7 @@ def test_a_file_that_forward_imports_is_whole_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, text in FILES.items():
-        path = tmp_path / name
+        path = tmp_path / "lazy_package" / f"{name}.py"
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
