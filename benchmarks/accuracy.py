@@ -191,7 +191,8 @@ def main(
     if losses := regrets(scored):
         click.echo(
             f"\nregret of the plan predicted fastest, {len(losses)} groups: mean "
-            f"{mean(losses):.1%}, worst {max(losses):.1%}"
+            f"{mean(losses):.1%}, worst {max(losses):.1%}, {sum(loss > 0.3 for loss in losses)} "
+            f"over 30 %"
         )
     if with_folds and timed(scored):
         fold_table(scored)

@@ -109,7 +109,7 @@ gathered."""
 
 KEEPING_LAST_STAGE = ("Megatron-DeepSpeed",)
 """How rows name frameworks whose last stage recomputes nothing, as its backward follows each
-forward at once (VIA-Research/vTrain@f8dda84, src/predictor.py, which is held against these runs; of
+forward at once (the simulator of VIA-Research/vTrain@f8dda84, which is held against these runs; of
 one stage that is the whole model). Head and loss are in no checkpoint of any framework."""
 
 GATHERED = 2
