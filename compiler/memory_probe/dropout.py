@@ -37,9 +37,10 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     if dropout_p == 0.0 or query.dim() < 4:
-        return torch.ops.aten.scaled_dot_product_attention.default(
+        plain: Tensor = torch.ops.aten.scaled_dot_product_attention.default(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
+        return plain
     scores = (*query.shape[:-1], key.shape[-2])
     return local_ops.attention(
         context,
@@ -60,7 +61,7 @@ def _attention(
 
 def _dropout(context: StepContext, x: Tensor, p: float, train: bool) -> Tensor:
     if p == 0.0 or not train:
-        return torch.ops.aten.dropout.default(x, p, train)
+        return torch.dropout(x, p, train)
     return local_ops.dropout(context, x, p, *_where(x))
 
 
@@ -68,7 +69,8 @@ def _native_dropout(
     context: StepContext, x: Tensor, p: float, train: bool | None
 ) -> tuple[Tensor, Tensor]:
     if p == 0.0 or train is False:
-        return torch.ops.aten.native_dropout.default(x, p, train)
+        plain: tuple[Tensor, Tensor] = torch.ops.aten.native_dropout.default(x, p, train)
+        return plain
     return local_ops.native_dropout(context, x, p, *_where(x))
 
 
