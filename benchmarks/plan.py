@@ -1,10 +1,11 @@
 """CPU time, proof and outcome of whole plans, beyond capture and imports.
 
-    python benchmarks/plan.py [--depth] [--devices] [--memory] [--selective] [--largest]
-                              [--operators] [--distinct N]
+    python benchmarks/plan.py [--mode MODE] [--depth] [--devices] [--memory] [--selective]
+                              [--largest] [--operators] [--distinct N]
     python benchmarks/plan.py --pins N [--published N] [--only NAME] [--results FILE]
 
-One row a plan: step time, peak memory, optimality gap, programs priced, CPU seconds. --depth plans
+One row a plan: step time, peak memory, optimality gap, programs priced, CPU seconds, in which its
+finalists are emitted and simulated, too. --mode: eager or scheduled; else the faster. --depth plans
 one model at 12 to 96 layers, once with memory for all and once with budgets that bind alike (where
 memory binds, more programs are priced, whatever the depth), --devices at 8 to 16,384 devices: what
 counts there is the last row over the first. Every plan runs twice and the second is measured: the
@@ -32,6 +33,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import get_args
 
 import click
 from pinning.race import race, race_all_published
@@ -43,14 +45,17 @@ from meshfold.cost_models.hardware.mesh_placement import build_mesh
 from meshfold.errors import InfeasibleError
 from meshfold.ir.cluster import ClusterSpec
 from meshfold.ir.op_graph import FoldedGraph
-from meshfold.ir.options import CompileOptions, PinValue
+from meshfold.ir.options import CompileOptions, ModeChoice, PinValue
 from meshfold.ir.plan import Plan
 from meshfold.ir.strategy import TpMode
 from meshfold.memory_probe.prober import OpProber
 from meshfold.models.from_argument import build_model
 from meshfold.passes.memory.region import MemoryModel
-from meshfold.passes.planner.find import find_plan_for
+from meshfold.passes.planner.assembly import PlanRequest
+from meshfold.passes.planner.find import find_finalists
 from meshfold.passes.region.typing import MeshSearch
+from meshfold.passes.split.as_planned import as_planned
+from meshfold.refine.finalists import fastest
 from meshfold.units import bytes_text, seconds_text
 
 CONFIGS = Path(__file__).parent.parent / "examples" / "configs"
@@ -79,6 +84,7 @@ CASES = (
     Case("GPT-3 175B", "gpt3-175b", "dgx-a100-80x128", 1536),
     Case("GPT 1T", "gpt3-175b", "dgx-h200x384", 1536, tuple(GPT_1T.items())),
     Case("Llama-3-405B", "llama-3-405b", "dgx-h100x2048", 2048),
+    Case("Mixtral-8x7B", "mixtral-8x7b", "dgx-h100x8", 64),
 )
 BUDGETS_GB = {12: 14, 24: 24, 48: 43, 96: 85}
 """By layers: with these every depth recomputes."""
@@ -117,18 +123,18 @@ def graph_of(case: Case, sequence: int = SEQUENCE) -> FoldedGraph:
 
 
 def planned(
-    graph: FoldedGraph, cluster: ClusterSpec, case: Case, pins: Mapping[str, PinValue] = NO_PINS
+    graph: FoldedGraph,
+    cluster: ClusterSpec,
+    case: Case,
+    pins: Mapping[str, PinValue] = NO_PINS,
+    mode: ModeChoice = "auto",
 ) -> tuple[Plan, float]:
     """The plan and the CPU seconds it took."""
     start = time.process_time()
-    plan = find_plan_for(
-        graph,
-        cluster,
-        CompileOptions(memory_bytes=case.memory_bytes, pins=pins),
-        model_name=case.name,
-        batch_size=case.batch,
-        probe=OpProber(),
-    )
+    options = CompileOptions(memory_bytes=case.memory_bytes, pins=pins, mode=mode)
+    of = graph, cluster, options, case.name, case.batch, OpProber()
+    finalists = find_finalists(PlanRequest(*of, wants_rivals=True))
+    plan = fastest(finalists, as_planned(graph, finalists[0]), options).plan
     return plan, time.process_time() - start
 
 
@@ -145,19 +151,19 @@ def measure_distinct(most: int) -> None:
         )
 
 
-def measure(cases: tuple[Case, ...]) -> None:
+def measure(cases: tuple[Case, ...], mode: ModeChoice) -> None:
     """Print the table of some cases."""
     click.echo(f"{'':<24}{'devices':>8}{'step':>10}{'peak':>9}{'gap':>8}{'priced':>7}{'CPU s':>8}")
     seconds = []
     for case in cases:
         graph, cluster = graph_of(case), preset(case.cluster)
-        planned(graph, cluster, case)
-        plan, cpu_s = planned(graph, cluster, case)
+        planned(graph, cluster, case, mode=mode)
+        plan, cpu_s = planned(graph, cluster, case, mode=mode)
         seconds.append(cpu_s)
         click.echo(
             f"{case.name:<24}{cluster.num_devices:>8,}{seconds_text(plan.step_s):>10}"
             f"{bytes_text(plan.memory.peak):>9}{100 * plan.gap:>7.2f}%"
-            f"{plan.search.num_priced:>7}{cpu_s:>8.2f}  {plan.strategy.label}"
+            f"{plan.search.num_priced:>7}{cpu_s:>8.2f}  {plan.strategy.label}, {plan.mode}"
         )
     click.echo(f"last over first: {seconds[-1] / seconds[0]:.2f} x\n")
 
@@ -282,6 +288,7 @@ def measure_operators() -> None:
 
 
 @click.command()
+@click.option("--mode", type=click.Choice(get_args(ModeChoice)), default="auto")
 @click.option("--depth", is_flag=True, help="12 to 96 layers.")
 @click.option("--devices", is_flag=True, help="8 to 16,384 devices.")
 @click.option("--memory", is_flag=True, help="Peak memory beyond imports.")
@@ -294,6 +301,7 @@ def measure_operators() -> None:
 @click.option("--only", default="", help="Of the setups of --pins, those with this in the name.")
 @click.option("--results", type=click.Path(path_type=Path), help="Where plans are kept.")
 def main(
+    mode: ModeChoice,
     depth: bool,
     devices: bool,
     memory: bool,
@@ -312,13 +320,13 @@ def main(
         num_faster += race_all_published(published, results) if published else 0
         sys.exit(1 if num_faster else 0)
     if not (depth or devices or memory or selective or largest or operators or distinct):
-        measure(CASES)
+        measure(CASES, mode)
     if depth:
         for binds in (False, True):
             click.echo("memory binds alike" if binds else "memory for all")
-            measure(depths(binds=binds))
+            measure(depths(binds=binds), mode)
     if devices:
-        measure(DEVICES)
+        measure(DEVICES, mode)
     if memory:
         measure_memory(CASES)
     if selective:
