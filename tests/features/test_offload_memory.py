@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
+import torch
 from support.models.hugging_face import tiny_model
 from support.processes.offload import cluster_with_hosts
 from support.programs.local_programs import stack_model
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 import meshfold
 from meshfold.capture.pipeline import capture
 from meshfold.codegen.emit.region import emit_typed
+from meshfold.codegen.program.emitted import EmittedProgram
 from meshfold.cost_models.hardware.devices import cluster
 from meshfold.cost_models.hardware.mesh_placement import build_mesh
 from meshfold.errors import InfeasibleError
