@@ -230,7 +230,7 @@ class MaskedRows(Selected):
         dim = dim + self.ndim + num_new if dim < 0 else dim
         if not 1 <= dim < self.ndim + num_new:
             raise self.refused
-        return dim - 1 + self.num_lead
+        return int(dim) - 1 + self.num_lead
 
     def _along_dim(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -250,7 +250,8 @@ class MaskedRows(Selected):
         """table[rows] of rows of one whole number each."""
         if index is not self or self.row or self.dtype not in (torch.int64, torch.int32):
             raise self.refused
-        return self.like(table[self.kept(0)])
+        taken: MaskedRows = self.like(table[self.kept(0)])
+        return taken
 
     def indexed(self, index: Any) -> "MaskedRows":
         """rows[:, i], rows[..., i], rows[:, None]."""
