@@ -25,7 +25,7 @@ from torch import Tensor
 from meshfold.codegen.emit.pipeline import EmittedPipeline
 from meshfold.cost_models.pipeline.actions import Pass, StageAction
 from meshfold.distributed.deferred_weight_grads import DeferredWeightGrads
-from meshfold.distributed.rank_mesh import ProcessMesh, RankMesh
+from meshfold.distributed.rank_mesh import ProcessMesh, RankMesh, all_reduced
 from meshfold.distributed.step_context import StepContext
 from meshfold.ir.mesh import DATA_AXIS, PIPELINE_AXIS
 from meshfold.ir.spmd import local_shape
@@ -118,7 +118,7 @@ class PipelineRunner:
             self.peak_in_flight, self.spans = running.peak_in_flight, running.spans
             for tied in self.tied:
                 tied.add_up(parameters, self.mesh.place)
-            outputs = self._on_all(outputs)
+            outputs = self._on_all(self._with_whole_loss(outputs))
         except BaseException:
             for name, gradient in earlier.items():
                 parameters[name].grad = gradient
@@ -129,6 +129,14 @@ class PipelineRunner:
                 parameters[name].grad = gradient if now is None else gradient.add_(now)
         loss, *others = outputs
         return [loss.to(_loss_dtype(pipeline)), *others]
+
+    def _with_whole_loss(self, outputs: list[Tensor]) -> list[Tensor]:
+        """The loss summed over the ranks that share it, on the device that makes it. Ranks add up
+        their microbatches first: that the whole sum is late nobody waits for."""
+        axes = self.pipeline.loss_axes
+        if not axes or len(self.pipeline.stages) - 1 not in self.runners:
+            return outputs
+        return [all_reduced(self.mesh, outputs[0], axes), *outputs[1:]]
 
     def _on_all(self, outputs: list[Tensor]) -> list[Tensor]:
         """The outputs of the last stage on all devices. outputs: on others the loss, of any value,

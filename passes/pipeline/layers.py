@@ -8,19 +8,21 @@ part, shared). Data parallelism and ZeRO are arithmetic on top (strategy_costs):
     per microbatch   forward    max(f + c, g)             f, b kernels, c collectives in the graph,
                      backward   max(b + c, g + d_shard)   g gather, under ZeRO-3 alone
     once per step    sync       max(0, g_once - (f + c)) + max(0, d_unsharded - (b + c))
-                                + first + d_tied + optimizer
+                                + first + d_tied + loss + optimizer
 
 What is gathered and reduced when is said in parameters.py: every backward overlaps
 d_shard, the last one d_unsharded, the first forward g_once. The first layer of a stage has nothing
 to hide its reduction and its gather behind; so that a step stays a sum over layers,
 each is charged its share of one layer in L / p (first). Stages behind the first one gather while
 they wait for their first microbatch; they are charged all the same, at their own end, which is
-seldom the last. Copies into and out of the buffers of
-gathers and reductions are kernels: of f and b, context g_once of the sync.
+seldom the last. Sums of shards over replicas (HSDP under ZeRO 2 and 3) come behind the last
+backward, which hides nothing of them, unless it is the only one. Copies into and out of the buffers
+of gathers and reductions are kernels: of f and b, of g_once of the sync.
 
 A parameter that several layers read is stored by each (the embedding and the head of a language
 model are on different stages), and its gradients are added up over the holders once (d_tied); with
-one stage it is stored and updated once, and its layers share that (parameters.py).
+one stage it is stored and updated once, and its layers share that (parameters.py). The loss is
+summed over dp once per step, at its end (passes/split/loss_sums.py).
 Where the host has the states (passes/memory/zero.py), its step is the optimizer's, the parameters
 come once per step, which nothing is said to hide, or q for every forward and backward, one layer
 ahead; gradients leave with every backward, u, or at the end, if they are added up on the device
@@ -39,7 +41,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from meshfold.cost_models.op_costs.cost_model import CostModel
-from meshfold.ir.mesh import DATA_AXIS, Mesh
+from meshfold.ir.mesh import REPLICATE_AXIS, Mesh
 from meshfold.ir.strategy import UniformStrategy
 from meshfold.passes.memory.host_use import HostUse
 from meshfold.passes.memory.typed_region import TypedRegion
@@ -59,7 +61,7 @@ Collective = Callable[[str, float, Axes], float]
 class PipelineLayer:
     """A layer typed for one microbatch of one rank. weight_s: of the backward, what only makes
     weight gradients (price/weight_gradients.py). loss_bytes: of the loss, which is summed over the
-    ranks of dp with every microbatch; 0 in other layers."""
+    ranks of dp once per step; 0 in other layers."""
 
     region: TypedRegion
     parameters: tuple[Parameter, ...]
@@ -101,6 +103,9 @@ class StrategyCosts:
     tied_s: float
     """Seconds per step."""
 
+    loss_s: float
+    """The sum of the loss over dp, seconds per step."""
+
     optimizer_s: float
     """Seconds per step."""
 
@@ -125,7 +130,7 @@ class StrategyCosts:
     @property
     def sync_s(self) -> float:
         """Once per step, after the last backward."""
-        return self.exposed_s + self.tied_s + self.optimizer_s
+        return self.exposed_s + self.tied_s + self.loss_s + self.optimizer_s
 
     @property
     def state_bytes(self) -> int:
@@ -174,9 +179,6 @@ class MicrobatchSeconds:
 
     busy_forward_s: float
     busy_backward_s: float
-    loss_s: float
-    """Of busy_forward_s what sums the loss over dp."""
-
     gather_s: float
     shard_reduce_s: float
 
@@ -195,11 +197,9 @@ def microbatch_seconds(
     """What a microbatch of `layer` takes under `strategy`."""
     price = layer.region.price(strategy.recompute)
     placed = context.place(layer.parameters, strategy.zero)
-    loss_s = context.over("all_reduce", layer.loss_bytes, data_axes(context.mesh))
     return MicrobatchSeconds(
-        price.forward_s + price.graph_forward_s + placed.copies_forward_s + loss_s,
+        price.forward_s + price.graph_forward_s + placed.copies_forward_s,
         price.backward_s + price.graph_backward_s + placed.copies_backward_s,
-        loss_s,
         context.buckets_s(placed, "all_gather"),
         context.buckets_s(placed, "reduce_scatter"),
     )
@@ -219,7 +219,8 @@ def strategy_costs(
         context.buckets_s(sums, kind, is_once=True)
         for kind in ("all_gather", "reduce_scatter", "all_reduce")
     )
-    reduce_s += all_reduce_s
+    trailing_s = _trailing_s(sums, strategy, context)
+    reduce_s += all_reduce_s - trailing_s
     gathered_once_bytes = sums.num_bytes("all_gather", is_once=True)
     update = sums.trained.update
     whole_s = optimizer_s(update, context.costs)
@@ -235,10 +236,11 @@ def strategy_costs(
         weight_s=layer.weight_s,
         gather_s=gather_s,
         shard_reduce_s=shard_reduce_s,
-        graph_s=_with_loss(price.communication_s, seconds.loss_s),
-        once_s=gather_once_s + reduce_s,
-        exposed_s=late_s + sums.copies_once_s + context.first_share * first_s,
+        graph_s=price.communication_s,
+        once_s=gather_once_s + reduce_s + trailing_s,
+        exposed_s=late_s + trailing_s + sums.copies_once_s + context.first_share * first_s,
         tied_s=sum(context.over_holders(size, holders) for size, holders in sums.tied),
+        loss_s=context.over("all_reduce", layer.loss_bytes, data_axes(context.mesh)),
         optimizer_s=whole_s - context.costs.launch_s if sums.trained.updated else 0.0,
         parameter_bytes=sums.stored,
         gradient_bytes=sums.gradients,
@@ -250,6 +252,19 @@ def strategy_costs(
         workspace_bytes=sums.workspace_bytes(memory),
     )
     return costs if strategy.offload == "none" else _on_host(costs, sums, context)
+
+
+def _trailing_s(sums: LayerParameters, strategy: UniformStrategy, context: StageContext) -> float:
+    """Sums over replicas that begin behind the last backward: those of shards that add up over
+    microbatches (ZeRO 2 and 3)."""
+    if strategy.zero < 2 or strategy.microbatches == 1:
+        return 0.0
+    buckets = sums.buckets("all_reduce", is_once=True)
+    return sum(
+        context.over("all_reduce", num_bytes, axes)
+        for axes, num_bytes in buckets
+        if REPLICATE_AXIS in axes
+    )
 
 
 def _on_host(here: StrategyCosts, sums: LayerParameters, context: StageContext) -> StrategyCosts:
@@ -281,7 +296,3 @@ def _on_host(here: StrategyCosts, sums: LayerParameters, context: StageContext) 
         host=HostUse(2 * share.updated + share.update.state_bytes - on_disk, on_disk),
         workspace_bytes=here.workspace_bytes + sums.leaving + 2 * by_layer,
     )
-
-
-def _with_loss(graph_s: Mapping[str, float], loss_s: float) -> Mapping[str, float]:
-    return {**graph_s, DATA_AXIS: graph_s.get(DATA_AXIS, 0.0) + loss_s} if loss_s else graph_s

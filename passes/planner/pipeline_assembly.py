@@ -98,7 +98,7 @@ def step_time(found: PricedPipeline) -> TimeEstimate:
     backward_s = m * sum(x.compute_backward_s for x in layers)
     stages = found.plan.stages
     busy_s = m * sum(stages[s].forward_s + stages[s].backward_s for s in numbers)
-    exposed_s = sum(x.exposed_s + x.tied_s for x in layers)
+    exposed_s = sum(x.exposed_s + x.tied_s + x.loss_s for x in layers)
     optimizer_s = sum(x.optimizer_s for x in layers) + problem.launch_s
     exposed_s += max(0.0, busy_s - forward_s - backward_s)
     crosses = found.plan.schedule.crosses_devices
@@ -110,7 +110,9 @@ def step_time(found: PricedPipeline) -> TimeEstimate:
     if "pp" in by_axis:
         by_axis["pp"] = 2 * float(hops_s) + sum(x.tied_s for x in layers)
     if data := _data_axis(problem.mesh):
-        by_axis[data] += sum(m * (2 * x.gather_s + x.shard_reduce_s) + x.once_s for x in layers)
+        by_axis[data] += sum(
+            m * (2 * x.gather_s + x.shard_reduce_s) + x.once_s + x.loss_s for x in layers
+        )
     work_s = forward_s + backward_s + exposed_s + optimizer_s
     return TimeEstimate(
         forward_s=forward_s,
@@ -203,7 +205,6 @@ class _Writer:
         region, choice = self.split.regions[r], self.choices[r]
         instances = [i for i in self.split.instances if i.region == r]
         typing = self._typing(r)
-        price = self.program.prices[choice.region]
         strategy, taken = choice.layer_costs.strategy, self._alternative(choice.layer_costs)
         others = [
             self._alternative(x)
@@ -217,7 +218,7 @@ class _Writer:
             example_scope=instances[0].scope,
             typing=typing,
             parameters=placements(region.graph, typing, self.mesh),
-            conversions=tuple(map(self._record, price.conversions)),
+            conversions=tuple(map(self._record, self.typed.conversions(r))),
             fallback_ops=self.search.fallback_ops[choice.region],
             forward_s=choice.layer_costs.compute_forward_s,
             backward_s=choice.layer_costs.compute_backward_s,

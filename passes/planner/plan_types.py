@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from meshfold.errors import PlanMismatchError
-from meshfold.ir.mesh import PIPELINE_AXIS, Mesh
+from meshfold.ir.mesh import DATA_AXIS, PIPELINE_AXIS, Mesh
 from meshfold.ir.op_graph import FoldedGraph, OpGraph, SlotKind, SourceKind, Value
 from meshfold.ir.plan import Plan, RegionPlan
-from meshfold.ir.spmd import INVARIANT, Layout, layout_text
+from meshfold.ir.spmd import INVARIANT, PARTIAL, Layout, layout_text
 from meshfold.passes.graph.typed import arriving_layouts, layouts_of_values, value_name
 from meshfold.passes.price.conversions import has_conversion
 from meshfold.passes.price.parameter_groups import used_layout
@@ -189,14 +189,19 @@ def _check_stored(split: FoldedGraph, plan: Plan) -> None:
 
 
 def _check_outputs(split: FoldedGraph, plan: Plan) -> None:
-    """What the model returns is the same on all ranks; what the user asked for may be shards."""
+    """What the model returns is the same on all ranks; what the user asked for may be shards, and
+    the loss of a microbatch a pending sum over dp (passes/split/loss_sums.py)."""
     shards = split.apart if split.returns.sharded else ()
     for output in split.outputs:
         if output.source.kind is not SourceKind.VALUE:
             continue
         planned = plan.regions[split.instances[output.source.instance].region]
         layout = planned.typing.outputs[output.source.output]
-        if any(t != INVARIANT and not (t.is_shard and output in shards) for t in layout):
+        is_loss = bool(plan.schedule) and split.returns.has_loss and output == split.outputs[0]
+        pending = {DATA_AXIS} if is_loss else set()
+        types = zip(plan.mesh.names, layout, strict=True)
+        left = [t for name, t in types if not (t == PARTIAL and name in pending)]
+        if any(t != INVARIANT and not (t.is_shard and output in shards) for t in left):
             raise PlanMismatchError(
                 f"the plan leaves the model's output {output.name!r} as {layout_text(layout)}; it "
                 "must leave Invariant on all axes"

@@ -28,7 +28,7 @@ from meshfold.cost_models.pipeline.schedules import Schedule
 from meshfold.errors import OptionError, PlanMismatchError
 from meshfold.ir.mesh import PIPELINE_AXIS, Mesh
 from meshfold.ir.node_groups import NodeLevels
-from meshfold.ir.op_graph import Dependence, FoldedGraph
+from meshfold.ir.op_graph import Dependence, FoldedGraph, SourceKind
 from meshfold.ir.plan import Plan
 from meshfold.ir.spmd import Layout
 from meshfold.passes.graph.variants import (
@@ -39,6 +39,7 @@ from meshfold.passes.graph.variants import (
 from meshfold.passes.planner.plan_types import check_plan_types
 from meshfold.passes.split.as_planned import as_planned
 from meshfold.passes.split.loss_counts import LossCount, loss_counts
+from meshfold.passes.split.loss_sums import pending_axes
 from meshfold.passes.split.microbatch import MicrobatchGraphs, has_own_statistics
 from meshfold.passes.split.pieces import cut_as
 from meshfold.passes.split.stage_graphs import StageGraph, stage_graphs
@@ -134,9 +135,21 @@ class EmittedPipeline:
         lines = [str(self.schedule), *digests, *self._stage_boundaries()]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
+    @cached_property
+    def loss_axes(self) -> tuple[str, ...]:
+        """The axes over which the loss is summed once per step: microbatches leave it a pending
+        sum on them."""
+        last = self.stages[-1]
+        source = last.folded.outputs[0].source
+        if not self.folded.returns.has_loss or source.kind is not SourceKind.VALUE:
+            return ()
+        typing = last.typings[last.folded.instances[source.instance].region]
+        return pending_axes(typing.outputs[source.output], self.mesh.names)
+
     def axis_sets(self) -> tuple[tuple[str, ...], ...]:
         """The sets of axes that the program communicates over as one group, in a fixed order."""
-        return tuple(sorted({axes for stage in self.stages for axes in stage.axis_sets()}))
+        found = {axes for stage in self.stages for axes in stage.axis_sets()}
+        return tuple(sorted(found | ({self.loss_axes} if self.loss_axes else set())))
 
     def text(self, rank: int = 0) -> str:
         """The programs as `rank` runs them. Raises ValueError if the mesh has no such rank."""
