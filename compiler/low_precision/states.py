@@ -28,8 +28,8 @@ LARGEST = ":largest"
 """What follows the name of an 8-bit state in that of the largest numbers of its blocks."""
 
 CODES = ":codes"
-"""What follows the name of an 8-bit state in a state_dict: another optimizer, which would take codes
-for numbers, finds no state of that name."""
+"""What follows the name of an 8-bit state in a state_dict: another optimizer, which would take its
+codes for numbers, finds no state of that name."""
 
 UNSIGNED = ("exp_avg_sq", "max_exp_avg_sq")
 """States that are never negative."""
