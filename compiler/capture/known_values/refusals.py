@@ -44,7 +44,11 @@ def refused_number(name: str, source: str) -> CaptureError:
     """What gives a number, or a shape, that depends on values."""
     is_choice = name.rpartition(".")[2] in _CHOICES
     experts = f"; of loops over experts this form is known: {_KNOWN_LOOP}" if is_choice else ""
-    remedy = _REMEDIES.get(name, f"use an op with a fixed shape (torch.where, a mask){experts}")
+    fixed = (
+        "use an op with a fixed shape (torch.where, a mask), or name integer inputs that are the "
+        "same in every batch in fixed_inputs"
+    )
+    remedy = _REMEDIES.get(name, f"{fixed}{experts}")
     return CaptureError(
         f"{name} gives a shape or a number that depends on values, which a graph cannot "
         f"hold; {remedy}",
