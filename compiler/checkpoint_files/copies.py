@@ -24,7 +24,6 @@ from meshfold.checkpoint_files.index import (
 )
 from meshfold.checkpoint_files.safetensors_files import read_part, write_pieces
 from meshfold.checkpoint_files.values import renamed, tensor_names
-from meshfold.errors import MeshfoldError
 
 
 def write_copies(
@@ -48,7 +47,7 @@ def write_copies(
             name = target.shard_name(k, len(digests))
             written[name] = _copy_file(folder / file, target.working / name, index, copies, found)
         commit(target, index_to_bytes(replace(index, tensors=found, optimizer=optimizer)), written)
-    except (MeshfoldError, OSError):
+    except BaseException:  # Ctrl-C, too
         target.clear()
         raise
 

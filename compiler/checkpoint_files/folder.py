@@ -62,12 +62,23 @@ class Target:
 
 def prepared(folder: Path) -> Target:
     """A place for a save to `folder`, cleared of what saves that died left there. Raises
-    MeshfoldError, before anything is touched, where something else than a checkpoint is."""
-    working = folder if os.path.lexists(folder) else folder.with_name(f"{folder.name}.partial")
-    _check_place(working)
-    working.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(working)
+    MeshfoldError, before anything is touched, where something else than a checkpoint is, and where
+    no folder can be made."""
+    working = working_folder(folder)
+    try:
+        _check_place(working)
+        working.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(working)
+    except OSError as error:
+        raise MeshfoldError(
+            f"{folder}: cannot be written ({error.strerror}); save elsewhere"
+        ) from error
     return Target(folder, working, uuid4().hex[:8])
+
+
+def working_folder(folder: Path) -> Path:
+    """Where a save to `folder` writes: a new folder has another name until it is whole."""
+    return folder if os.path.lexists(folder) else folder.with_name(f"{folder.name}.partial")
 
 
 def _check_place(folder: Path) -> None:

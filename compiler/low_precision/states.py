@@ -27,6 +27,10 @@ from meshfold.low_precision.packing import Code, of_codes, to_bfloat16, to_codes
 LARGEST = ":largest"
 """What follows the name of an 8-bit state in that of the largest numbers of its blocks."""
 
+CODES = ":codes"
+"""What follows the name of an 8-bit state in a state_dict: another optimizer, which would take its
+codes for numbers, finds no state of that name."""
+
 UNSIGNED = ("exp_avg_sq", "max_exp_avg_sq")
 """States that are never negative."""
 
@@ -60,11 +64,14 @@ class LowPrecisionStates(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step_on(parameter, group)
-        self.inner.param_groups = []
+        try:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._step_on(parameter, group)
+        finally:
+            # A scheduler that was made for it goes on.
+            self.inner.param_groups = self.param_groups
         return loss
 
     def unpacked(self, parameter: Tensor) -> dict[str, Any]:
@@ -91,17 +98,33 @@ class LowPrecisionStates(Optimizer):
                 found[name] = value
         self.state[parameter] = found
 
+    def state_dict(self) -> dict[str, Any]:
+        """As of torch, with packed states; those of 8 bits have names that end in CODES."""
+        found = super().state_dict()
+        renamed = {
+            number: {k + CODES * (k + LARGEST in values): x for k, x in values.items()}
+            for number, values in found["state"].items()
+        }
+        return {**found, "state": renamed}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As of torch; states that were saved unpacked are packed. Raises OptionError for 8 bits
-        where this one keeps 16."""
-        saved = state_dict["state"]
+        where this one keeps 16, and for states of other shapes."""
+        saved = {
+            number: {k.removesuffix(CODES): x for k, x in values.items()}
+            for number, values in state_dict["state"].items()
+        }
         if self.precision != "int8" and any(LARGEST in k for x in saved.values() for k in x):
             raise OptionError(
                 f"the states were saved in 8 bits, and are to be kept in {self.precision}; load "
                 'them into LowPrecisionStates(optimizer, "int8"), or save a checkpoint of meshfold'
             )
         numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
-        super().load_state_dict(state_dict)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=False):
+            _check_shapes(saved.get(number, {}), number, parameter)
+        super().load_state_dict({**state_dict, "state": saved})
+        self.inner.param_groups = self.param_groups
         parameters = [p for group in self.param_groups for p in group["params"]]
         for number, parameter in zip(numbers, parameters, strict=True):
             # torch casts states to the dtype of the parameter.
@@ -202,6 +225,20 @@ def _parts(numel: int, size: int) -> Iterator[slice]:
 
 def _blocks(numel: int) -> int:
     return -(-numel // BLOCK_NUMBERS)
+
+
+def _check_shapes(state: Mapping[str, Any], number: int, parameter: Tensor) -> None:
+    """Raises OptionError for states that are of another parameter, or of another shard."""
+    for name, value in state.items():
+        wanted: tuple[int, ...] = tuple(parameter.shape)
+        if name.endswith(LARGEST):
+            wanted = (_blocks(parameter.numel()),)
+        if isinstance(value, Tensor) and value.dim() and tuple(value.shape) != wanted:
+            raise OptionError(
+                f"{name} of parameter {number} was saved with shape {list(value.shape)}, and is to "
+                f"have {list(wanted)} here; a state_dict is for the same shards, "
+                "meshfold.save_checkpoint goes from plan to plan"
+            )
 
 
 def _has_shape(value: Any, like: Tensor) -> bool:

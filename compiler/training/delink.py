@@ -21,6 +21,7 @@ from torch import nn
 from meshfold.capture.pipeline import capture
 from meshfold.capture.trace.loss_function import LossFunction
 from meshfold.checkpoint_files.copies import copied_optimizer, write_copies
+from meshfold.checkpoint_files.folder import working_folder
 from meshfold.checkpoint_files.index import Index, SavedOptimizer, read_index
 from meshfold.checkpoint_files.values import tensor_names
 from meshfold.errors import OptionError
@@ -78,8 +79,11 @@ def delink_captured(
     parameters_only: bool = False,
 ) -> Delinked:
     """The same of models that were captured."""
-    if out.resolve() == checkpoint.resolve():
-        raise OptionError(f"{out}: the checkpoint that is read; write to another folder")
+    if checkpoint.resolve() in (out.resolve(), working_folder(out).resolve()):
+        raise OptionError(
+            f"{out}: would be written in {checkpoint}, the checkpoint that is read; write to "
+            "another folder"
+        )
     sources = _sources(shared, model)
     index, _ = read_index(checkpoint)
     _check_saved(checkpoint, index, shared)

@@ -296,3 +296,27 @@ def _on_host(here: StrategyCosts, sums: LayerParameters, context: StageContext) 
         host=HostUse(2 * share.updated + share.update.state_bytes - on_disk, on_disk),
         workspace_bytes=here.workspace_bytes + sums.leaving + 2 * by_layer,
     )
+
+
+def undominated(layer_costs: Sequence[StrategyCosts]) -> list[StrategyCosts]:
+    """Without those that another one is no worse than in anything; of equals the first by name."""
+    ordered = sorted(layer_costs, key=lambda x: (_criteria(x), x.strategy.label))
+    found: list[StrategyCosts] = []
+    for x in ordered:
+        mine = _criteria(x)
+        others = map(_criteria, found)
+        if not any(all(a <= b for a, b in zip(o, mine, strict=True)) for o in others):
+            found.append(x)
+    return found
+
+
+def _criteria(x: StrategyCosts) -> tuple[float, ...]:
+    return (
+        x.forward_s,
+        x.backward_s,
+        x.backward_s - x.weight_s,
+        x.sync_s,
+        x.state_bytes,
+        x.activation_bytes,
+        x.workspace_bytes,
+    )

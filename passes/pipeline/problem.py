@@ -48,6 +48,7 @@ from meshfold.passes.pipeline.layers import (
     StrategyCosts,
     microbatch_seconds,
     strategy_costs,
+    undominated,
 )
 from meshfold.passes.pipeline.parameters import Axes, parameters_of
 from meshfold.passes.price.parameters import local_bytes
@@ -152,7 +153,7 @@ class PipelineProblems:
         degrees = replace(strategies[0], zero=0, recompute="none", offload="none")
         recomputes = list(dict.fromkeys(s.recompute for s in strategies))
         tables = self.tables(degrees, recomputes)
-        regions = [_undominated(layer_costs) for layer_costs in self.layer_costs(strategies)]
+        regions = [undominated(layer_costs) for layer_costs in self.layer_costs(strategies)]
         layers = [
             _run_costs(region.name, layer_costs)
             for region, layer_costs in zip(tables.folded.regions, regions, strict=True)
@@ -366,30 +367,6 @@ def _crossing_bytes(
     for before, after in operators_in_slices(folded):
         crossing[before + 1 : after + 1] += PARTED_BYTES
     return crossing
-
-
-def _undominated(layer_costs: Sequence[StrategyCosts]) -> list[StrategyCosts]:
-    """Without those that another one is no worse than in anything; of equals the first by name."""
-    ordered = sorted(layer_costs, key=lambda x: (_criteria(x), x.strategy.label))
-    undominated: list[StrategyCosts] = []
-    for x in ordered:
-        mine = _criteria(x)
-        others = map(_criteria, undominated)
-        if not any(all(a <= b for a, b in zip(o, mine, strict=True)) for o in others):
-            undominated.append(x)
-    return undominated
-
-
-def _criteria(x: StrategyCosts) -> tuple[float, ...]:
-    return (
-        x.forward_s,
-        x.backward_s,
-        x.backward_s - x.weight_s,
-        x.sync_s,
-        x.state_bytes,
-        x.activation_bytes,
-        x.workspace_bytes,
-    )
 
 
 def _run_costs(name: str, layer_costs: Sequence[StrategyCosts]) -> LayerCosts:

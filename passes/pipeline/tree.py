@@ -132,7 +132,7 @@ def grow_pipelines(spec: SearchSpec, num_layers: int) -> PipelineTree:
         )
     for name, keeps in rules.items():
         left.require(name, keeps, lambda name, _: _why_not(name, spec, num_layers))
-    if "dp_shard" not in spec.pins and not any(zero for zero, _ in kinds):
+    if "dp_shard" not in spec.pins and not any(zero for zero, *_ in kinds):
         left.prune(NO_ZERO, lambda d: d.dp_shard > 0)
     left.prune(CONTEXT, lambda d: _could_shard_batch(d, spec))
     per_node = spec.devices_per_node

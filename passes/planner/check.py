@@ -37,8 +37,8 @@ def price_plan(folded: FoldedGraph, plan: Plan, probe: Probe) -> Plan:
     """
     if plan.schedule:
         raise PlanMismatchError(
-            f"{plan.strategy.label}: a plan with microbatches cannot be priced from its file; "
-            "pin its degrees and plan again"
+            f"{plan.strategy.label}: a plan with stages or microbatches cannot be priced from "
+            "its file; pin its degrees and plan again"
         )
     split = planned_graph(as_planned(folded, plan), plan)
     costs = CostModel(plan.cluster, plan.mesh)

@@ -59,14 +59,17 @@ def test_copies_are_whole_and_on_as_many_files(tmp_path: Path) -> None:
     assert len(places) == 4  # bytes of their own
 
 
-def test_a_copy_that_dies_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [MeshfoldError, KeyboardInterrupt])
+def test_a_copy_that_dies_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
     source = saved(tmp_path / "a")
 
     def full(*_: object) -> None:
-        raise MeshfoldError("no space")
+        raise error("no space")
 
     monkeypatch.setattr("meshfold.checkpoint_files.copies.commit", full)
-    with pytest.raises(MeshfoldError, match="no space"):
+    with pytest.raises(error, match="no space"):
         write_copies(source, tmp_path / "b", {"x": "w"}, None)
     assert [f.name for f in tmp_path.iterdir()] == ["a"]
 

@@ -53,6 +53,12 @@ def test_what_a_save_left_that_died_is_cleared(tmp_path: Path) -> None:
     assert len(os.listdir(tmp_path / "x")) == 3
 
 
+def test_where_no_folder_can_be_made_a_line_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(MeshfoldError, match=r"file/x: cannot be written \(Not a directory\); save"):
+        prepared(tmp_path / "file" / "x")
+
+
 def test_no_file_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("mine")
     with pytest.raises(MeshfoldError, match="x: cannot be written .File exists.; what was saved"):

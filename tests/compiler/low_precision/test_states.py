@@ -159,6 +159,41 @@ def test_whole_states_are_packed_when_they_come() -> None:
         wide.load_state_dict(taken.state_dict())
 
 
+def test_an_optimizer_that_knows_no_codes_does_not_train_on_them() -> None:
+    """Codes are up to 255: they must not become averages of gradients."""
+    p = weight()
+    packed = LowPrecisionStates(torch.optim.AdamW([p]), "int8")
+    train(packed)
+    plain = torch.optim.AdamW([p])
+    plain.load_state_dict(packed.state_dict())
+    with pytest.raises(KeyError, match="exp_avg"):
+        train(plain)
+
+
+@pytest.mark.parametrize("precision", ["full", "int8", "bf16"])
+def test_states_of_another_shard_are_refused_when_they_are_loaded(precision: Any) -> None:
+    plain, other = torch.optim.AdamW([weight((40, 50))]), torch.optim.AdamW([weight((30, 50))])
+    saved = plain if precision == "full" else LowPrecisionStates(plain, precision)
+    train(saved)
+    taken = LowPrecisionStates(other, "bf16" if precision == "bf16" else "int8")
+    with pytest.raises(
+        OptionError, match=r"exp_avg of parameter 0 was saved with shape \[40, 50\]"
+    ):
+        taken.load_state_dict(saved.state_dict())
+    assert not taken.state
+
+
+def test_a_scheduler_that_was_made_before_goes_on() -> None:
+    inner = torch.optim.AdamW([weight()], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda k: 0.5**k)
+    optimizer = LowPrecisionStates(inner, "int8")
+    for k in range(3):
+        assert optimizer.param_groups[0]["lr"] == 0.5**k
+        train(optimizer, 0, 1)
+        scheduler.step()
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
 def test_schedulers_closures_and_files_go_on(tmp_path: Path) -> None:
     p = weight((200, 500))
     optimizer = LowPrecisionStates(torch.optim.SGD([p], lr=1.0, momentum=0.9), "int8")

@@ -158,5 +158,9 @@ def test_what_was_in_the_folder_stays_where_it_fails(saved: Path, tmp_path: Path
     assert sorted(f.name for f in tmp_path.iterdir()) == ["broken", "out"]
     with pytest.raises(MeshfoldError, match="the checkpoint that is read; write to another"):
         delink(saved, saved, shared, released, batch)
+    partial = saved.rename(tmp_path / "x.partial")
+    with pytest.raises(MeshfoldError, match="the checkpoint that is read; write to another"):
+        delink(partial, tmp_path / "x", shared, released, batch)
+    partial.rename(saved)
     with pytest.raises(MeshfoldError, match="no checkpoint there"):
         delink(tmp_path / "none", tmp_path / "new", shared, released, batch)

@@ -59,6 +59,11 @@ def test_an_unchanged_plan_keeps_its_figures() -> None:
         )
 
 
+def test_a_plan_with_stages_or_microbatches_is_not_priced() -> None:
+    with pytest.raises(PlanMismatchError, match="with stages or microbatches cannot be priced"):
+        price_plan(llama(), replace(planned(), schedule="1f1b(2 x 1)"), PROBER)
+
+
 def test_a_parameter_stored_unsharded_costs_memory_and_no_gather() -> None:
     slots = list(planned().regions[1].typing.slots)
     at = planned().regions[1].slot_names.index("mlp.up_proj.weight")

@@ -21,3 +21,7 @@ def test_a_choice_of_rows_shows_the_known_loop_over_experts() -> None:
 
 def test_packed_sequences_have_a_remedy_of_their_own() -> None:
     assert "pass padded sequences" in str(refused_number("_pack_padded_sequence", "m.py:3"))
+
+
+def test_a_number_says_which_inputs_can_be_fixed() -> None:
+    assert "in fixed_inputs" in str(refused_number("torch.split_with_sizes", "m.py:3"))
