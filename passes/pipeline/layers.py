@@ -37,7 +37,7 @@ there when no activations are: the larger of both would count; charged is what i
 microbatch's. Seconds and bytes of one rank.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from meshfold.cost_models.op_costs.cost_model import CostModel
