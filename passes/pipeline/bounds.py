@@ -10,6 +10,7 @@ Both count the least bubble of p devices and m microbatches under any schedule t
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -63,6 +64,26 @@ def kernels_bound_s(
         return float("inf")
     kinds = _kinds(tree, degrees) if kind is None else {kind}
     return least_step_s(degrees, kinds, problems.fastest_s(strategies))
+
+
+@dataclass(frozen=True)
+class KernelSums:
+    """Seconds of one microbatch through all layers at their least: forward, forward and backward,
+    and of these weight gradients alone."""
+
+    forward_s: float
+    total_s: float
+    weight_s: float
+
+
+def kernel_sums(problems: PipelineProblems, strategies: Sequence[UniformStrategy]) -> KernelSums:
+    """Of `strategies`, alike in all degrees; infinite where tp > 1 shards no weights."""
+    tables = problems.tables(strategies[0], list(dict.fromkeys(s.recompute for s in strategies)))
+    if strategies[0].tp > 1 and tables.sharded_fraction == 0:
+        return KernelSums(float("inf"), float("inf"), 0.0)
+    forward_s, total_s = np.sum(problems.fastest_s(strategies), axis=0).tolist()
+    weight_s = sum(tables.layers[i.region].weight_s for i in tables.folded.instances)
+    return KernelSums(forward_s, total_s, min(weight_s, total_s - forward_s))
 
 
 def least_step_s(

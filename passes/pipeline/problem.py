@@ -121,6 +121,8 @@ class PipelineProblems:
         self._caches: dict[int, SearchCache] = {}
         self._tables: dict[_TableKey, ProgramTables] = {}
         self._layer_costs: dict[tuple[UniformStrategy, ...], list[list[StrategyCosts]]] = {}
+        self.stage_searches: dict[UniformStrategy, MeshSearch] = {}
+        self._fastest: dict[tuple[UniformStrategy, ...], list[tuple[float, float]]] = {}
         self._contexts: dict[tuple[int, Degrees], StageContext] = {}
 
     def within(self, options: CompileOptions) -> "PipelineProblems":
@@ -190,6 +192,14 @@ class PipelineProblems:
 
     def fastest_s(self, strategies: Sequence[UniformStrategy]) -> list[tuple[float, float]]:
         """Least seconds of a forward, and of a microbatch both ways, for each layer."""
+        key = tuple(strategies)
+        if key not in self._fastest:
+            self._fastest[key] = self._fastest_of_layers(key)
+        return self._fastest[key]
+
+    def _fastest_of_layers(
+        self, strategies: Sequence[UniformStrategy]
+    ) -> list[tuple[float, float]]:
         tables = self.tables(strategies[0], list(dict.fromkeys(s.recompute for s in strategies)))
         context = self._context(strategies[0])
         # Recomputation only adds seconds.

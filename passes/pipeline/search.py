@@ -8,6 +8,10 @@
     memory               all layers fluid, under the memory of every device (stages/memory_bound.py)
     stages               the bound of the stage search before its gap is closed (stages/search.py)
 
+ZeRO inside a node (HSDP) is tried behind that, on the MOST_REPLICATED degrees whose bounds with
+ZeRO over all of dp are the lowest: the kernels are theirs, and there are more states. Then come
+schedules of several stages per device (interleaved.py).
+
 The last one comes with a plan, so that the best one is known early; only degrees whose bound is
 still below it are searched to the end. The plan without a pipeline takes part as a candidate that
 is solved already: both kinds share one incumbent and one lower bound.
@@ -15,8 +19,8 @@ is solved already: both kinds share one incumbent and one lower bound.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -24,12 +28,20 @@ import numpy as np
 from meshfold.cost_models.pipeline.schedules import ScheduleKind
 from meshfold.ir.strategy import UniformStrategy
 from meshfold.passes.one_pass.best_first import (
+    BestFirstResult,
     Solution,
     SolvedCandidate,
     TieredCandidate,
     best_first,
 )
-from meshfold.passes.pipeline.bounds import KERNELS, PEAK_RATE, kernels_bound_s, peak_rate_bounds_s
+from meshfold.passes.pipeline.bounds import (
+    KERNELS,
+    PEAK_RATE,
+    KernelSums,
+    kernel_sums,
+    kernels_bound_s,
+    peak_rate_bounds_s,
+)
 from meshfold.passes.pipeline.interleaved import InterleavedOutcome, search_interleaved
 from meshfold.passes.pipeline.layers import StrategyCosts
 from meshfold.passes.pipeline.problem import PipelineProblem, PipelineProblems
@@ -44,6 +56,12 @@ STAGES = "stages above the best plan"
 
 TOLERANCE = 1e-3
 """Degrees that cannot be better by more than this share are left out; the gap says so."""
+
+MOST_REPLICATED = 3
+"""Degrees that are tried under HSDP as well."""
+
+REPLICAS = "ZeRO inside a node in pipelines"
+"""The name of what is left out of HSDP."""
 
 MAX_BRANCHES = 120
 """Groups of stage boundaries bounded apart, per schedule, where a gap is closed."""
@@ -67,8 +85,8 @@ class PricedPipeline:
 @dataclass(frozen=True, eq=False)
 class PipelineOutcome:
     """best: None where the plan without a pipeline is faster, or nothing fits. lower_bound_s: no
-    plan of any candidate, the one without a pipeline included, with one stage per device is faster;
-    where several won, none of the schedules that were tried either. searched: (degrees,
+    plan of any candidate, the one without a pipeline included, with one stage per device is faster.
+    searched: (degrees,
     bound, step) of the candidates whose stages were searched; step None where no plan is faster."""
 
     best: PricedPipeline | None
@@ -78,8 +96,11 @@ class PipelineOutcome:
     found: tuple[PricedPipeline, ...] = ()
     """The plans of all candidates that have one, best among them."""
 
-    num_interleaved: int = 0
-    """Schedules of several virtual stages that no bound says anything about."""
+    several: InterleavedOutcome = field(default_factory=InterleavedOutcome)
+    """Under schedules of several virtual stages that nobody asked for."""
+
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """By name, what was not tried and no bound rules out."""
 
     @property
     def num_priced(self) -> int:
@@ -104,22 +125,62 @@ def search_pipelines(
     race = _Race(problems, tree, step_s)
     bounds_s = peak_rate_bounds_s(problems, tree).tolist()
     pipelines = [_Pipeline(race, d, s) for d, s in zip(tree.candidates, bounds_s, strict=True)]
+    plain, replicated = _with_replicas_apart(pipelines)
     without = [SolvedCandidate(lower_bound_s, step_s)] if np.isfinite(step_s) else []
-    result = best_first([*pipelines, *without], tolerance=TOLERANCE)
+    result = best_first([*plain, *without], tolerance=TOLERANCE)
+    pruned = _pruned(tree, result)
     best = result.best.found if isinstance(result.best, _Pipeline) else None
+    near = _near(replicated, plain) if result.best else []
+    if near:
+        so_far = SolvedCandidate(result.lower_bound_s, race.incumbent_s)
+        result = best_first([*near, so_far], tolerance=TOLERANCE)
+        pruned += _pruned(tree, result)
+        best = result.best.found if isinstance(result.best, _Pipeline) else best
     bound_s = result.lower_bound_s if result.best else np.inf
+    several = _search_several(race, [*plain, *near])
+    searched = tuple((p.degrees, *p.searched) for p in pipelines if p.searched)
+    found = [p.found for p in pipelines if p.found]
+    of_several = [priced_pipeline([*plain, *near][k].problem, x) for k, x in several.found]
+    if of_several and of_several[0].step_s < race.incumbent_s:
+        best = of_several[0]
+    left_out = dict(several.left_out)
+    if far := [p for p in replicated if p not in near and p.bound_s < race.incumbent_s]:
+        left_out[REPLICAS] = sum(tree.num_kinds(p.degrees) for p in far)
+    of_found = (*found, *of_several)
+    return PipelineOutcome(best, bound_s, dict(pruned), searched, of_found, several, left_out)
+
+
+def _with_replicas_apart(
+    pipelines: Sequence["_Pipeline"],
+) -> tuple[list["_Pipeline"], list["_Pipeline"]]:
+    """(the others, those under HSDP beside the same degrees with ZeRO over all of dp)."""
+    all_degrees = {p.degrees for p in pipelines}
+    replicated = [
+        p for p in pipelines if p.degrees.dp_shard and replace(p.degrees, dp_shard=0) in all_degrees
+    ]
+    apart = set(replicated)
+    return [p for p in pipelines if p not in apart], replicated
+
+
+def _near(replicated: Sequence["_Pipeline"], plain: Sequence["_Pipeline"]) -> list["_Pipeline"]:
+    """MOST_REPLICATED of `replicated`: those whose plain degrees have the lowest bounds, with
+    layers under the memory, that ruled them out or did not."""
+    bounds = {p.degrees: (p.bound_s, p.order) for p in plain if p.is_priced}
+    ranked = [
+        (bounds[degrees], p)
+        for p in replicated
+        if (degrees := replace(p.degrees, dp_shard=0)) in bounds
+    ]
+    return [p for _, p in sorted(ranked, key=lambda entry: entry[0])[:MOST_REPLICATED]]
+
+
+def _pruned(tree: PipelineTree, result: BestFirstResult[TieredCandidate]) -> Counter[str]:
+    """Strategies of what bounds left, by the last bound that was asked for."""
     pruned = Counter[str]()
     for pipeline in result.left if result.best else ():
         if isinstance(pipeline, _Pipeline):
             pruned[pipeline.rule] += tree.num_kinds(pipeline.degrees)
-    several = _search_interleaved(race, pipelines)
-    if several.best is not None:
-        best, bound_s = pipelines[several.best[0]].found, min(bound_s, several.bound_s)
-        bound_s = min(bound_s, race.incumbent_s)
-    searched = tuple((p.degrees, *p.searched) for p in pipelines if p.searched)
-    found = tuple(p.found for p in pipelines if p.found)
-    num_left_out = _num_left_out(race, several)
-    return PipelineOutcome(best, bound_s, dict(pruned), searched, found, num_left_out)
+    return pruned
 
 
 @dataclass
@@ -147,6 +208,22 @@ class _Pipeline(TieredCandidate):
     @cached_property
     def problem(self) -> PipelineProblem:
         return self.race.problems.problem(self.race.tree.strategies_of(self.degrees))
+
+    @property
+    def is_typed(self) -> bool:
+        return self.rule != PEAK_RATE
+
+    @property
+    def has_replicas(self) -> bool:
+        return self.degrees.dp_shard > 0
+
+    @property
+    def is_priced(self) -> bool:
+        return self.rule in (MEMORY, STAGES)
+
+    @cached_property
+    def kernels(self) -> KernelSums:
+        return kernel_sums(self.race.problems, self.race.tree.strategies_of(self.degrees))
 
     def keep(self, plan: PipelinePlan) -> None:
         """Make a plan that is faster than all before the best one of this candidate."""
@@ -191,31 +268,17 @@ class _Pipeline(TieredCandidate):
         return self.searched[0]
 
 
-def _search_interleaved(race: _Race, pipelines: Sequence[_Pipeline]) -> InterleavedOutcome:
-    """Whether a schedule of several virtual stages is faster than all of them, on the degrees whose
-    layers are priced."""
-    priced = {k: p.problem for k, p in enumerate(pipelines) if p.rule in (MEMORY, STAGES)}
-    schedules = {k: race.tree.interleaved_of(pipelines[k].degrees) for k in priced}
-    outcome = search_interleaved(priced, schedules, race.incumbent_s)
-    if outcome.best is not None:
-        index, plan = outcome.best
-        best = pipelines[index]
-        best.keep(plan)
-        bound_s, _ = best.searched or (0.0, None)
-        best.searched = min(bound_s, race.incumbent_s), race.incumbent_s
-    return outcome
-
-
-def _num_left_out(race: _Race, several: InterleavedOutcome) -> int:
-    """Schedules of several virtual stages that were not searched and that may be faster than the
-    best plan: the bounds of their kernels are below it."""
-    left_out, kind = 0, ScheduleKind.INTERLEAVED
-    for index, degrees in enumerate(race.tree.candidates):
-        num_offered = len(race.tree.interleaved_of(degrees))
-        if num_offered:
-            least_s = kernels_bound_s(race.problems, race.tree, degrees, kind)
-            left_out += (num_offered - several.tried.count(index)) * (least_s < race.incumbent_s)
-    return left_out
+def _search_several(race: _Race, pipelines: Sequence[_Pipeline]) -> InterleavedOutcome:
+    """Whether a schedule of several virtual stages is faster than all of one, on any degrees whose
+    peak rate leaves that open."""
+    several = {k: race.tree.several_of(p.degrees) for k, p in enumerate(pipelines)}
+    several = {k: schedules for k, schedules in several.items() if schedules}
+    if not several:
+        return InterleavedOutcome()
+    least_s = peak_rate_bounds_s(race.problems, race.tree, ScheduleKind.INTERLEAVED)
+    several = {k: s for k, s in several.items() if least_s[k] < race.incumbent_s}
+    of_degrees = {k: pipelines[k] for k in several}
+    return search_interleaved(of_degrees, several, race.incumbent_s, race.problems.launch_s)
 
 
 def priced_pipeline(problem: PipelineProblem, plan: PipelinePlan) -> PricedPipeline:

@@ -11,6 +11,7 @@ from functools import cached_property
 from meshfold.cost_models.hardware.mesh_placement import build_mesh
 from meshfold.cost_models.simulation.pipeline import StageEvents, simulate_pipeline
 from meshfold.ir.op_graph import FoldedGraph
+from meshfold.ir.plan import ConversionRecord
 from meshfold.ir.step_events import SimulatedStep
 from meshfold.ir.strategy import KeptResults, RegionTyping
 from meshfold.passes.events.bucketing import BucketSizes, bucketed_events
@@ -22,7 +23,9 @@ from meshfold.passes.one_pass.shortlist import close_to_best
 from meshfold.passes.pipeline.layers import StrategyCosts
 from meshfold.passes.pipeline.problem import PipelineProblems
 from meshfold.passes.pipeline.search import PricedPipeline
+from meshfold.passes.price.region import RegionPricer
 from meshfold.passes.region.typing import MeshSearch
+from meshfold.passes.split.loss_sums import loss_place, with_pending_loss
 
 
 @dataclass(frozen=True)
@@ -47,9 +50,13 @@ class TypedPipeline:
         self.split = split_regions(self.folded, names)
         pairs = zip(self.split.instances, self.folded.instances, found.layers, strict=True)
         self.choices = {new.region: RegionChoice(old.region, x) for new, old, x in pairs}
-        size = problems.batch_size // degrees.microbatches
-        self.search = MeshSearch(self.folded, problems.cluster, self.mesh, size)
+        if degrees not in problems.stage_searches:
+            size = problems.batch_size // degrees.microbatches
+            of_mesh = MeshSearch(self.folded, problems.cluster, self.mesh, size)
+            problems.stage_searches[degrees] = of_mesh
+        self.search = problems.stage_searches[degrees]
         self.program = self.search.solve(zero=0, mode=degrees.tp_mode)
+        self._loss = loss_place(self.folded)
         self.typings = tuple(map(self._typing, range(len(self.split.regions))))
 
     def _typing(self, region: int) -> RegionTyping:
@@ -60,6 +67,9 @@ class TypedPipeline:
             graph = self.folded.regions[choice.region].graph
             for i in self.problems.untied_parameters(choice.region):
                 slots[i] = sharded_layout(graph.values[i], slots[i], self.mesh)
+        if self._loss is not None and self._loss[0] == choice.region:
+            graph = self.folded.regions[choice.region].graph
+            typing = with_pending_loss(graph, typing, self._loss[1], self.mesh)
         return replace(
             typing,
             slots=tuple(slots),
@@ -68,6 +78,16 @@ class TypedPipeline:
             accumulate_unsharded=strategy.accumulate_unsharded,
             kept=self._kept(choice, typing),
         )
+
+    def conversions(self, region: int) -> tuple[ConversionRecord, ...]:
+        """Of a region of the split graph."""
+        of, typing = self.choices[region].region, self.typings[region]
+        if typing.outputs == self.program.typings[of].outputs:
+            return self.program.prices[of].conversions
+        known = self.search.solutions(self.found.problem.degrees.tp_mode)[of].pricer
+        pending = replace(self.program.typings[of], ops=typing.ops, outputs=typing.outputs)
+        pricer = RegionPricer(known.graph, pending, known.rules, known.costs)
+        return pricer.price(pending.slots).conversions
 
     def _kept(self, choice: RegionChoice, typing: RegionTyping) -> KeptResults:
         """What selective recomputation keeps, chosen without the dp axis, which its conversions
@@ -118,6 +138,7 @@ class TypedPipeline:
                 events,
                 weight_s=stage.weight_s if splits else 0.0,
                 tied_s=sum(x.tied_s for x in layers),
+                loss_s=sum(x.loss_s for x in layers),
                 update_s=sum(x.optimizer_s for x in layers),
             )
 
@@ -146,11 +167,17 @@ def simulated_step_s(problems: PipelineProblems, found: PricedPipeline) -> float
 
 def rank_pipelines(
     problems: PipelineProblems, found: Sequence[PricedPipeline]
-) -> list[PricedPipeline]:
-    """Pipelines of one program, the best first: by simulated time to four digits, then as added up.
-    Those that are close to the best sum are simulated (passes/one_pass/shortlist.py); the others
-    follow by their sums."""
+) -> list[tuple[PricedPipeline, float]]:
+    """Pipelines of one program with their steps, the best first: by simulated time to four digits,
+    then as added up. Those that are close to the best sum are simulated
+    (passes/one_pass/shortlist.py), of one stage per device and of several; the others follow with
+    their sums."""
     by_sum = sorted(found, key=lambda x: x.step_s)
-    close = close_to_best(by_sum, lambda x: x.step_s)
-    ranked = sorted(close, key=lambda x: float(f"{simulated_step_s(problems, x):.3e}"))
-    return [*ranked, *by_sum[len(close) :]]
+    close: list[PricedPipeline] = []
+    for has_several in (False, True):
+        alike = [x for x in by_sum if (x.plan.schedule.num_virtual_stages > 1) == has_several]
+        first = [x for x in by_sum[:1] if x not in alike]
+        close += close_to_best([*first, *alike], lambda x: x.step_s)
+    steps = [(x, simulated_step_s(problems, x)) for x in by_sum if x in close]
+    ranked = sorted(steps, key=lambda entry: float(f"{entry[1]:.3e}"))
+    return [*ranked, *((x, x.step_s) for x in by_sum if x not in close)]

@@ -1,7 +1,7 @@
 """The part of the decision tree that divides a model into stages and a batch into microbatches.
 
-    pp x dp x ep x cp x tp = devices, all factorisations (a part of dp that ZeRO shards over where
-        it is pinned) -> microbatches, all divisors of the batch
+    pp x dp x ep x cp x tp = devices, all factorisations -> ranks of dp that ZeRO shards over (all,
+        a node's) -> microbatches, all divisors of the batch
         -> role of tp (tensor, tensor + sequence)                      one candidate: its degrees
         -> ZeRO level -> recompute                                     by layer
 
@@ -22,6 +22,7 @@ from meshfold.ir.strategy import Offload, Recompute, UniformStrategy
 from meshfold.passes.one_pass.pruning import Left
 from meshfold.passes.one_pass.tree import (
     CONTEXT,
+    NO_ZERO,
     NODE,
     PINNED,
     SearchSpec,
@@ -33,7 +34,7 @@ from meshfold.passes.one_pass.tree import (
     refused_offload,
 )
 from meshfold.passes.pipeline.parameters import PIPELINE_ZERO_LEVELS
-from meshfold.passes.stages.schedules import offered_schedules
+from meshfold.passes.stages.schedules import offered_schedules, several_stages_a_device
 
 BATCH = "batch does not divide over dp x ep x microbatches"
 WHOLE_BATCH = "batch cannot be split into microbatches"
@@ -67,18 +68,17 @@ class PipelineTree:
 
     def schedules_of(self, degrees: UniformStrategy) -> tuple[Schedule, ...]:
         """The orders in which stages may run the microbatches of `degrees`: of one stage per device
-        unless a pin asks for others, which have no tight bound (interleaved_of)."""
+        unless a pin asks for others, which have no tight bound (several_of)."""
         offered = self._offered(degrees)
         if self.kind is None and self.num_virtual_stages is None:
             return tuple(s for s in offered if s.num_virtual_stages == 1)
         return offered
 
-    def interleaved_of(self, degrees: UniformStrategy) -> tuple[Schedule, ...]:
+    def several_of(self, degrees: UniformStrategy) -> tuple[Schedule, ...]:
         """The orders of several stages per device that no pin asks for."""
         if self.kind is not None or self.num_virtual_stages is not None:
             return ()
-        sizes = degrees.pp, degrees.microbatches, self.num_layers
-        return offered_schedules(*sizes, ScheduleKind.INTERLEAVED)
+        return several_stages_a_device(degrees.pp, degrees.microbatches, self.num_layers)
 
     def _offered(self, degrees: UniformStrategy) -> tuple[Schedule, ...]:
         return offered_schedules(
@@ -134,6 +134,8 @@ def grow_pipelines(spec: SearchSpec, num_layers: int) -> PipelineTree:
         )
     for name, keeps in rules.items():
         left.require(name, keeps, lambda name, _: _why_not(name, spec, num_layers))
+    if "dp_shard" not in spec.pins and not any(zero for zero, _ in kinds):
+        left.prune(NO_ZERO, lambda d: d.dp_shard > 0)
     left.prune(CONTEXT, lambda d: _could_shard_batch(d, spec))
     per_node = spec.devices_per_node
     if NODE not in spec.switched_off and any(d.tp <= per_node for d in left.left):
@@ -168,8 +170,6 @@ def _all_degrees(spec: SearchSpec) -> Iterator[UniformStrategy]:
     n = spec.num_devices
     for pp in divisors(n):
         for degrees in offered_axes(replace(spec, num_devices=n // pp)):
-            if degrees.dp_shard and "dp_shard" not in spec.pins:
-                continue  # twice the candidates, for a part that seldom wins
             for m in divisors(spec.batch_size):
                 if pp == m == 1:
                     continue

@@ -21,10 +21,9 @@ from meshfold.ir.options import VIRTUAL_STAGES, CompileOptions, PinValue
 from meshfold.ir.plan import MeshOutcome, Plan, PricedStrategy, SearchStats
 from meshfold.passes.graph.boundaries import carried_sequences, carries_feature_maps
 from meshfold.passes.one_pass.tree import RESTRICTIONS, SearchSpec
-from meshfold.passes.pipeline.interleaved import INTERLEAVED
 from meshfold.passes.pipeline.problem import PipelineProblems
 from meshfold.passes.pipeline.search import PipelineOutcome, PricedPipeline, search_pipelines
-from meshfold.passes.pipeline.simulated import rank_pipelines, simulated_step_s
+from meshfold.passes.pipeline.simulated import rank_pipelines
 from meshfold.passes.pipeline.tree import CUT_EXPERTS, SCHEDULE_PINS, PipelineTree, grow_pipelines
 from meshfold.passes.planner.accumulation import fitting_rows
 from meshfold.passes.planner.assembly import PlanRequest, model_info
@@ -77,8 +76,9 @@ def plan_with_pipelines(request: PlanRequest, without: Plan | None) -> Plan:
         # A pipeline is held against the simulated step: what adds up to no more than that counts.
         known = max(without.step_s, without.time.step_s), without.search.lower_bound_s
     outcome = search_pipelines(problems, tree, step_s=known[0], lower_bound_s=known[1])
-    best = rank_pipelines(problems, outcome.found)[0] if outcome.best else None
-    best_s = simulated_step_s(problems, best) if best else np.inf
+    best, best_s = None, np.inf
+    if outcome.found:
+        best, best_s = rank_pipelines(problems, outcome.found)[0]
     if without and best_s > (1 - LEAST_GAIN) * without.step_s:
         best = None
     outcome = replace(outcome, best=best)
@@ -229,8 +229,10 @@ def _stats(
         for rule in sorted((*RESTRICTIONS, CUT_EXPERTS))
         if (n := earlier.left_out.get(rule, 0) + tree.pruned.get(rule, 0))
     }
-    if outcome.num_interleaved:
-        left_out[INTERLEAVED] = outcome.num_interleaved
+    left_out |= outcome.left_out
+    lower_bound_s = min(outcome.lower_bound_s, earlier.lower_bound_s)
+    if best is not None and best.plan.schedule.num_virtual_stages > 1:
+        lower_bound_s = outcome.several.bound_s(min(lower_bound_s, best.step_s))
     meshes = earlier.meshes
     if best is not None and without is not None:
         simulated = without.step_s / best_s
@@ -242,7 +244,7 @@ def _stats(
         num_priced=earlier.num_priced + outcome.num_priced + outcome.num_infeasible,
         num_infeasible=earlier.num_infeasible + outcome.num_infeasible,
         pruned=dict(sorted(pruned.items())),
-        lower_bound_s=min(outcome.lower_bound_s, earlier.lower_bound_s),
+        lower_bound_s=lower_bound_s,
         gap_before=best.plan.gap_before if best else earlier.gap_before,
         unlimited_s=best.step_s if best else earlier.unlimited_s,
         capped=earlier.capped or bool(best and best.plan.capped),
@@ -270,7 +272,7 @@ def _outcomes(outcome: PipelineOutcome, without: Plan | None) -> list[MeshOutcom
             is_less = without is not None and step_s < without.step_s
             reason = "hardly faster, or not as simulated" if is_less else "slower than in one pass"
         elif degrees == best.problem.degrees:
-            reason = "taken"
+            step_s, reason = best.step_s, "taken"
         else:
             reason = f"{step_s / best.step_s:.2f} of this plan's time"
         bound_s = bound_s if math.isfinite(bound_s) else 0.0

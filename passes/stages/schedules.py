@@ -4,7 +4,7 @@
                                 ... forwards deeper than the least, up to twice the least
     interleaved                 2, 3, 4 stages per device, as far as there are layers for them
     interleaved_zero_bubble     the same
-    zbv, dualpipev              2 stages per device; these three only where they are asked for
+    zbv, dualpipev              2 stages per device
 
 1f1b that is asked for is the published one, with the least warm-up. Depth hides transfers, and at
 few microbatches it favours early stages that are heavier; it costs activations in flight. What runs
@@ -23,6 +23,7 @@ UNASKED = (
     ScheduleKind.INTERLEAVED,
     ScheduleKind.ZERO_BUBBLE,
 )
+"""Kinds where none is asked for; others of several stages per device: several_stages_a_device."""
 
 
 def offered_schedules(
@@ -54,6 +55,16 @@ def offered_schedules(
     for schedule in found:
         distinct.setdefault(_order_key(schedule), schedule)
     return tuple(distinct.values())
+
+
+def several_stages_a_device(
+    num_devices: int, num_microbatches: int, num_layers: int
+) -> tuple[Schedule, ...]:
+    """The schedules of several stages per device that are worth a try where none is asked for."""
+    sizes = num_devices, num_microbatches, num_layers, None
+    in_rounds = ScheduleKind.INTERLEAVED, ScheduleKind.INTERLEAVED_ZERO_BUBBLE
+    rounds = [s for kind in in_rounds for s in _interleaved(kind, *sizes)]
+    return *rounds, *(s for kind in V_ORDERS for s in _v(kind, *sizes))
 
 
 def _order_key(schedule: Schedule) -> object:

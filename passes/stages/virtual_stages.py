@@ -16,22 +16,24 @@ A device has v spans of layers, so the dynamic program over divisions of one sta
        from 3 as long as one is faster
 
 Points 2 to 4 find a plan and prove nothing; what is proven is 1. Schedules of several virtual
-stages that split the backward are searched alike, judged by the busiest device and simulated event
-by event.
+stages that split the backward are searched alike, judged by the busiest device and simulated in
+waves of actions (cost_models/pipeline/waves.py).
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
 from meshfold.cost_models.pipeline.schedules import Schedule
 from meshfold.cost_models.pipeline.vector_makespan import interleaved_ends_s
+from meshfold.cost_models.pipeline.waves import Waves
 from meshfold.passes.run.hull import FloatArray
 from meshfold.passes.stages.answer import PipelinePlan, Stage
 from meshfold.passes.stages.fluid_paths import fluid_paths_bound_s
 from meshfold.passes.stages.moves import BoundaryRows, neighbours
 from meshfold.passes.stages.problem import StageProblem
-from meshfold.passes.stages.solved import stage_times, step_ends_s
+from meshfold.passes.stages.solved import stage_times
 from meshfold.passes.stages.virtual_stage_bounds import virtual_stage_bound_s
 from meshfold.passes.stages.virtual_stage_solver import VirtualStageSolver
 
@@ -61,9 +63,23 @@ class VirtualStageSearch:
     def close(self, limit_s: float, tolerance: float) -> None:
         """Looks for a plan unless none can be faster than limit_s by more than the tolerance, and
         raises the bound by what chains of passes prove."""
-        if self.bound_s * (1 + tolerance) >= limit_s:
-            return
-        self._search()
+        if self.bound_s * (1 + tolerance) < limit_s:
+            self._search()
+            self.prove(limit_s, tolerance)
+
+    def find(self, limit_s: float) -> None:
+        """Looks for a plan, unless none can be faster than limit_s; proves nothing."""
+        if self.bound_s < limit_s:
+            self._search()
+
+    @property
+    def proven_s(self) -> float:
+        """The bound, no more than the step of the plan."""
+        return min(self.bound_s, self.step_s)
+
+    def prove(self, limit_s: float, tolerance: float) -> None:
+        """Raises the bound by what chains of passes prove, once a plan is found: no more than
+        limit_s and its step, and as far as the tolerance asks."""
         beat_s = min(limit_s, self.step_s)
         if self._stages and self.bound_s * (1 + tolerance) < beat_s:
             hop_s = self.problem.hop_s[[stage.first for stage in self._stages[1:]]]
@@ -73,7 +89,7 @@ class VirtualStageSearch:
 
     def _search(self) -> None:
         """Points 2 to 4 of the module docstring."""
-        around = np.array([self._even_boundaries(self._layer_s), self._even_boundaries(None)])
+        around = np.array(even_divisions(self._layer_s, self.schedule.num_stages))
         for _ in range(MAX_ROUNDS):
             ranked = [
                 boundaries for boundaries in self._ranked(around) if boundaries not in self._seen
@@ -98,16 +114,6 @@ class VirtualStageSearch:
             lower_s,
             capped,
         )
-
-    def _even_boundaries(self, layer_s: FloatArray | None) -> tuple[int, ...]:
-        """Stages of like times, or of like numbers of layers."""
-        num_layers, num_stages = self.problem.num_layers, self.schedule.num_stages
-        done = np.cumsum(np.ones(num_layers) if layer_s is None else layer_s)
-        boundaries = [0]
-        for s in range(1, num_stages):
-            at = int(np.abs(done - s / num_stages * done[-1]).argmin()) + 1
-            boundaries.append(min(max(at, boundaries[-1] + 1), num_layers - (num_stages - s)))
-        return (*boundaries, num_layers)
 
     def _ranked(self, boundaries: BoundaryRows) -> list[tuple[int, ...]]:
         """Divisions that fit first, then those that miss the least bytes; the fastest first."""
@@ -169,7 +175,7 @@ class VirtualStageSearch:
         fitting = [stages for stages in found if stages is not None]
         if not fitting:
             return False
-        steps_s = virtual_stage_steps_s(self.problem, self.schedule, fitting)
+        steps_s = self._steps_s(fitting)
         best = int(np.argmin(steps_s))
         if np.isinf(self.first_step_s):
             self.first_step_s = float(steps_s[0])
@@ -179,23 +185,56 @@ class VirtualStageSearch:
         self._layer_s = _layers_s(self.problem, self._stages)
         return True
 
+    def _steps_s(self, pipelines: Sequence[Sequence[Stage]]) -> FloatArray:
+        """Simulated seconds of a step of each."""
+        names = "forward_s", "backward_s", "weight_s", "sync_s"
+        seconds = np.array(
+            [[[getattr(s, name) for s in stages] for stages in pipelines] for name in names]
+        )
+        boundaries = [[stage.first for stage in stages[1:]] for stages in pipelines]
+        hop_s = np.array([self.problem.hop_s[at] for at in boundaries]).T
+        return simulated_steps_s(self.schedule, seconds.swapaxes(1, 2), hop_s, self._waves)
 
-def virtual_stage_steps_s(
-    problem: StageProblem, schedule: Schedule, pipelines: Sequence[Sequence[Stage]]
+    @cached_property
+    def _waves(self) -> Waves | None:
+        return waves_of(self.schedule)
+
+
+def waves_of(schedule: Schedule) -> Waves | None:
+    """What simulates split backwards; fused ones need none."""
+    return Waves.of(schedule.actions()) if schedule.splits_backward else None
+
+
+def simulated_steps_s(
+    schedule: Schedule, seconds: FloatArray, hop_s: FloatArray, waves: Waves | None
 ) -> FloatArray:
-    """Simulated seconds of a step of each pipeline: every device's sync_s follows its last pass."""
-    if schedule.splits_backward:
-        hops = [problem.hop_s[[stage.first for stage in stages[1:]]] for stages in pipelines]
-        pairs = zip(pipelines, hops, strict=True)
-        return np.array([step_ends_s(schedule, *pair).max() for pair in pairs])
-    forward_s, backward_s, sync_s = (
-        np.array([[getattr(stage, name) for stage in stages] for stages in pipelines]).T
-        for name in ("forward_s", "backward_s", "sync_s")
-    )
-    hop_s = np.array([problem.hop_s[[s.first for s in stages[1:]]] for stages in pipelines]).T
-    ends_s = interleaved_ends_s(schedule, forward_s, backward_s, hop_s)
-    sync_s = sync_s.reshape(schedule.num_virtual_stages, schedule.num_devices, -1).sum(axis=0)
-    return np.asarray((ends_s + sync_s).max(axis=0))
+    """Seconds of a step of n pipelines, shape (n,): every device's sync_s follows its last pass.
+    seconds: forward_s, backward_s, weight_s and sync_s by stage, shape (4, stages, n); hop_s: by
+    stage boundary, shape (stages - 1, n); waves: of the schedule."""
+    forward_s, backward_s, weight_s, sync_s = seconds
+    if waves is not None:
+        crosses = [schedule.crosses_devices(s) for s in range(1, schedule.num_stages)]
+        between_s = np.where(np.array(crosses)[:, None], hop_s, 0.0)
+        ends_s = waves.ends_s(forward_s, backward_s - weight_s, weight_s, between_s)
+    else:
+        ends_s = interleaved_ends_s(schedule, forward_s, backward_s, hop_s)
+    own = [list(schedule.stages_of(device)) for device in range(schedule.num_devices)]
+    late_s = np.array([sync_s[stages].sum(axis=0) for stages in own])
+    return np.asarray((ends_s + late_s).max(axis=0))
+
+
+def even_divisions(layer_s: FloatArray, num_stages: int) -> list[tuple[int, ...]]:
+    """Boundaries of stages of like times, and of like numbers of layers; 0 and the number of layers
+    are the outer ones."""
+    num_layers, found = len(layer_s), []
+    for each in (layer_s, np.ones(num_layers)):
+        done = np.cumsum(each)
+        boundaries = [0]
+        for s in range(1, num_stages):
+            at = int(np.abs(done - s / num_stages * done[-1]).argmin()) + 1
+            boundaries.append(min(max(at, boundaries[-1] + 1), num_layers - (num_stages - s)))
+        found.append((*boundaries, num_layers))
+    return found
 
 
 def _layers_s(problem: StageProblem, stages: Sequence[Stage]) -> FloatArray:

@@ -95,9 +95,10 @@ def test_pipelines_are_ranked_by_their_simulated_steps(monkeypatch: pytest.Monke
     monkeypatch.setattr(shortlist, "CONTENTION_RATIO", by_sum[1].step_s / by_sum[0].step_s)
     ranked = rank_pipelines(problems, found)
     # The third is too far behind by its sum to be simulated.
-    assert [id(x) for x in ranked] == [id(x) for x in (by_sum[1], by_sum[0], by_sum[2])]
+    assert [x for x, _ in ranked] == [by_sum[1], by_sum[0], by_sum[2]]
+    assert [s for _, s in ranked] == [9.0, 10.0, by_sum[2].step_s]
     monkeypatch.setattr(simulated, "simulated_step_s", lambda _, x: 1.0)
-    assert rank_pipelines(problems, found[::-1]) == by_sum
+    assert [x for x, _ in rank_pipelines(problems, found[::-1])] == by_sum
 
 
 def test_the_simulated_step_of_a_priced_pipeline_is_that_of_its_plan() -> None:

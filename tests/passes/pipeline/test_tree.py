@@ -8,8 +8,8 @@ from meshfold.passes.pipeline.tree import PipelineTree, grow_pipelines
 
 def pipelines(batch_size: int, **other: Any) -> PipelineTree:
     """Of eight layers on eight devices, sequences of 96."""
-    given: dict[str, Any] = {"pins": {}, "sequences": (96,)} | other
-    spec = SearchSpec(num_devices=8, devices_per_node=8, batch_size=batch_size, **given)
+    given: dict[str, Any] = {"pins": {}, "sequences": (96,), "devices_per_node": 8} | other
+    spec = SearchSpec(num_devices=8, batch_size=batch_size, **given)
     return grow_pipelines(spec, 8)
 
 
@@ -41,3 +41,14 @@ def test_cp_is_offered_where_it_is_pinned_or_its_rule_is_off() -> None:
 
 def test_cp_divides_the_sequence() -> None:
     assert cps(pipelines(1, sequences=(6,), switched_off=(CONTEXT,))) == {1, 2}
+
+
+def test_zero_inside_a_node_is_offered_where_dp_spans_nodes() -> None:
+    def shards(**other: Any) -> set[tuple[int, int]]:
+        found = pipelines(16, **{"devices_per_node": 4, **other})
+        return {(d.pp, d.dp_shard) for d in found.candidates if d.dp_shard}
+
+    assert shards() == {(1, 2), (1, 4)}
+    assert shards(devices_per_node=2) == {(1, 2), (2, 2)}
+    assert shards(pins={"zero": 0}) == set()
+    assert shards(pins={"dp": 8, "dp_shard": 2, "pp": 1}) == {(1, 2)}

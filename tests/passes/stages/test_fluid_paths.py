@@ -9,9 +9,8 @@ from meshfold.cost_models.pipeline.schedules import Schedule, ScheduleKind
 from meshfold.passes.stages import fluid_paths
 from meshfold.passes.stages.fluid_paths import fluid_paths_bound_s
 from meshfold.passes.stages.problem import LayerCosts, LayerRun, StageProblem
-from meshfold.passes.stages.solved import stage_times
+from meshfold.passes.stages.solved import stage_times, step_ends_s
 from meshfold.passes.stages.virtual_stage_solver import VirtualStageSolver
-from meshfold.passes.stages.virtual_stages import virtual_stage_steps_s
 
 KINDS = (
     ScheduleKind.INTERLEAVED,
@@ -47,10 +46,12 @@ def solved(problem, schedule):
     solver = VirtualStageSolver(problem, schedule)
     divisions = map(solver.stages, all_boundaries(problem.num_layers, schedule.num_stages))
     pipelines = [stages for stages in divisions if stages is not None]
-    if not pipelines:
-        return []
-    steps_s = virtual_stage_steps_s(problem, schedule, pipelines).tolist()
-    return list(zip(steps_s, pipelines, strict=True))
+    return [(step_of(problem, schedule, stages), stages) for stages in pipelines]
+
+
+def step_of(problem, schedule, stages):
+    hop_s = problem.hop_s[[stage.first for stage in stages[1:]]]
+    return float(step_ends_s(schedule, stages, hop_s).max())
 
 
 def times_of(problem, stages):

@@ -108,10 +108,9 @@ def brute_force_s(problem, schedules):
 
 def best_of_boundaries_s(problem, schedule, boundaries):
     """Least step time of one division over all strategies."""
-    p = problem.num_devices
     options = [
         _device_options(
-            problem, [boundaries[s : s + 2] for s in range(i, len(boundaries) - 1, p)], held, budget
+            problem, [boundaries[s : s + 2] for s in schedule.stages_of(i)], held, budget
         )
         for i, (held, budget) in enumerate(
             zip(resident_by_virtual_stage(schedule), problem.memory_bytes, strict=True)
@@ -120,9 +119,14 @@ def best_of_boundaries_s(problem, schedule, boundaries):
     hop_s = problem.hop_s[list(boundaries[1:-1])]
     best_s = np.inf
     for chosen in itertools.product(*options):
-        # [device][virtual stage] -> seconds; stages in order are virtual stage by virtual stage.
+        # [device][virtual stage] -> seconds.
         parts = np.array(chosen)
-        forward_s, backward_s, weight_s, sync_s = parts.swapaxes(0, 1).reshape(-1, 4).T
+        by_stage = {
+            s: parts[i, k]
+            for i in range(schedule.num_devices)
+            for k, s in enumerate(schedule.stages_of(i))
+        }
+        forward_s, backward_s, weight_s, _ = np.array([by_stage[s] for s in sorted(by_stage)]).T
         times = StageTimes.build(forward_s, backward_s, weight_s=weight_s, hop_s=hop_s)
         late_s = parts[:, :, 3].sum(axis=1)
         best_s = min(best_s, float((device_ends_s(schedule, times) + late_s).max()))
