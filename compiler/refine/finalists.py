@@ -20,7 +20,7 @@ from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.options import CompileOptions, Mode
 from meshfold.ir.plan import Plan
 from meshfold.passes.one_pass.rivals import LEAST_GAIN, least_step_s
-from meshfold.refine.pipeline import refined
+from meshfold.refine.pipeline import bucketed, refined, reordered
 from meshfold.units import seconds_text
 
 
@@ -76,21 +76,24 @@ class _Refined:
             return None
         memo = None if finalist.events is None else EmissionMemo(folded, finalist)
 
-        def in_mode(mode: Mode) -> Plan:
-            return refined(replace(finalist, mode=mode), folded, options, memo)
+        def in_mode(mode: Mode, first: Plan) -> Plan:
+            """As far as it may be faster than the first: other sizes of buckets gain little."""
+            plan = reordered(replace(finalist, mode=mode), folded, options, memo)
+            found = bucketed(plan, options, like=first)
+            return bucketed(plan, options) if _is_faster(found, first, gain=0.0) else found
 
         is_open = len(options.modes) > 1 and _may_differ(finalist)
         if known and is_open:
             # What wins at all wins in mode scheduled; the simpler program is held against it then.
-            scheduled = in_mode("scheduled")
+            scheduled = in_mode("scheduled", known[0].best)
             if not _is_faster(scheduled, known[0].best):
                 return None
-            eager = in_mode("eager")
+            eager = in_mode("eager", scheduled)
         else:
             eager = refined(finalist, folded, options, memo)
             if not (is_open and cls(finalist, eager).may_lose_to(finalist)):
                 return cls(finalist, eager)
-            scheduled = in_mode("scheduled")
+            scheduled = in_mode("scheduled", eager)
         if _is_faster(scheduled, eager):
             return cls(finalist, scheduled, eager)
         return cls(finalist, eager, scheduled)
@@ -152,8 +155,8 @@ def _inside_s(plan: Plan) -> Mapping[str, float]:
     return found
 
 
-def _is_faster(found: Plan, best: Plan) -> bool:
-    """Whether it is worth taking, and fits."""
+def _is_faster(found: Plan, best: Plan, gain: float = LEAST_GAIN) -> bool:
+    """Whether it is worth taking, faster by the share `gain`, and fits."""
     simulated = found.simulated
     fits = simulated is None or simulated.peak_bytes <= found.memory.capacity
-    return fits and found.step_s < (1 - LEAST_GAIN) * best.step_s
+    return fits and found.step_s < (1 - gain) * best.step_s

@@ -35,15 +35,9 @@ def _micro_chunks(
     return with_micro_chunks(plan, folded, options.micro_chunks_pin, memo)
 
 
-def _buckets(plan: Plan, _: FoldedGraph, options: CompileOptions, __: EmissionMemo | None) -> Plan:
-    reductions, gathers = options.reduce_bucket_pin, options.allgather_bucket_pin
-    return with_buckets(plan, BucketSizes(reductions, gathers, options.hierarchical_all_reduce_pin))
-
-
 REFINEMENTS = (
     Refinement("micro_chunks", _micro_chunks),
     Refinement("collective_matmul", with_collective_matmul),
-    Refinement("buckets", _buckets),
 )
 
 
@@ -55,6 +49,26 @@ def refined(
 
     Raises OptionError where a pin cannot be kept.
     """
+    return bucketed(reordered(plan, folded, options, memo), options)
+
+
+def reordered(
+    plan: Plan, folded: FoldedGraph, options: CompileOptions, memo: EmissionMemo | None
+) -> Plan:
+    """The same without sizes of buckets."""
     for refinement in REFINEMENTS:
         plan = refinement.run(plan, folded, options, memo)
     return plan
+
+
+def bucketed(plan: Plan, options: CompileOptions, like: Plan | None = None) -> Plan:
+    """The plan of `reordered` with its sizes of buckets: the fastest, or where no pin says others
+    those of the plan `like`, which take one simulation."""
+    reductions, gathers = options.reduce_bucket_pin, options.allgather_bucket_pin
+    pieces = options.hierarchical_all_reduce_pin
+    if like is not None:
+        reductions = like.reduce_bucket_bytes if reductions is None else reductions
+        gathers = like.allgather_bucket_bytes if gathers is None else gathers
+        own = like.hierarchical_all_reduce_bytes if like.mesh == plan.mesh else 0
+        pieces = own if pieces is None else pieces
+    return with_buckets(plan, BucketSizes(reductions, gathers, pieces))
