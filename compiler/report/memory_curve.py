@@ -8,16 +8,18 @@ a pipeline   per device: what is charged all the time, and of every stage what i
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.segment import Segment
 
 from meshfold.cost_models.pipeline.actions import Pass
-from meshfold.cost_models.pipeline.schedules import Schedule
 from meshfold.cost_models.simulation.step import simulate
 from meshfold.ir.plan import Plan, StageCosts
-from meshfold.report.pipeline_timeline import ActionSpan, predicted_spans
 from meshfold.units import bytes_text, seconds_text
+
+if TYPE_CHECKING:
+    from meshfold.report.pipeline_timeline import ActionSpan
 
 LEVELS = "▁▂▃▄▅▆▇█"
 ASCII_LEVELS = "_.:-=+*#"
@@ -72,6 +74,8 @@ def device_stages(plan: Plan) -> tuple[tuple[int, ...], ...]:
     costs = [stage.costs for stage in plan.stages]
     if not plan.schedule or any(x is None or x.memory is None for x in costs):
         return ()
+    from meshfold.cost_models.pipeline.schedules import Schedule  # numpy, for pipelines alone
+
     schedule = Schedule.parse(plan.schedule)
     if schedule.num_stages != len(costs):
         return ()
@@ -87,6 +91,8 @@ def _pipeline_curves(plan: Plan) -> tuple[MemoryCurve, ...]:
     devices = device_stages(plan)
     if not devices:
         return ()
+    from meshfold.report.pipeline_timeline import predicted_spans  # numpy, for pipelines alone
+
     costs = [stage.costs for stage in plan.stages if stage.costs is not None]
     spans = predicted_spans(plan)
     end_s = max(span.end_s for span in spans)
@@ -101,7 +107,7 @@ def _pipeline_curves(plan: Plan) -> tuple[MemoryCurve, ...]:
 
 
 def _device_samples(
-    spans: Sequence[ActionSpan], costs: Sequence[StageCosts], numbers: Sequence[int]
+    spans: Sequence["ActionSpan"], costs: Sequence[StageCosts], numbers: Sequence[int]
 ) -> tuple[tuple[float, int], ...]:
     """What a device holds over its actions, in their order."""
     most = sum(costs[s].in_flight * costs[s].microbatch_bytes for s in numbers)
@@ -119,7 +125,7 @@ def _device_samples(
     return tuple(samples)
 
 
-def _last_pass(span: ActionSpan, apart: Collection[tuple[int, int]]) -> Pass:
+def _last_pass(span: "ActionSpan", apart: Collection[tuple[int, int]]) -> Pass:
     """That which needs the activations last. apart: (stage, microbatch) with weight gradients."""
     return Pass.WEIGHT_GRADIENT if (span.stage, span.microbatch) in apart else Pass.BACKWARD
 

@@ -30,7 +30,7 @@ def cluster(bytes_per_s: float = 1e9) -> ClusterSpec:
     """Four processes on a link of that rate, whose kernels and collectives start at once."""
     found = without_start_up(resolve_cluster("local-cpu", 4))
     (group,) = found.groups
-    link = replace(group.link, bytes_per_s=bytes_per_s)
+    link = replace(group.link, bytes_per_s=bytes_per_s, bytes_per_s_by_ranks=())
     return replace(found, groups=(replace(group, link=link),))
 
 
@@ -92,7 +92,7 @@ def finalists(options: CompileOptions) -> tuple[Plan, ...]:
     graph, batch = captured_family("llama").graph, captured_family("llama").graph.batch_size
     assert batch
     return find_finalists(
-        PlanRequest(graph, cluster(1e8), options, "llama", batch, OpProber(), wants_rivals=True)
+        PlanRequest(graph, cluster(1e11), options, "llama", batch, OpProber(), wants_rivals=True)
     )
 
 

@@ -175,5 +175,5 @@ def test_memory_is_that_of_eager_mode(pins: str) -> None:
 
 
 def test_an_unknown_mode_is_refused() -> None:
-    with pytest.raises(OptionError, match="write eager or scheduled"):
+    with pytest.raises(OptionError, match="write auto, eager or scheduled"):
         CompileOptions(mode="lazy")  # type: ignore[arg-type]

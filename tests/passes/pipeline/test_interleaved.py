@@ -118,7 +118,8 @@ def test_the_fastest_is_found_and_the_bound_covers_what_was_tried() -> None:
     assert plan.step_s == pytest.approx(4 * 12 + 3)
     assert plan.lower_bound_s <= plan.step_s and not found.left_out
     step_s = plan.step_s + LAUNCH_S
-    assert len(found.searches) == 3 and 48.0 <= found.bound_s(step_s) <= step_s
+    assert len(found.searches) == 1  # the others are proven to take longer
+    assert 48.0 <= found.bound_s(step_s) <= step_s
 
 
 def test_a_v_wins_where_layers_do_not_divide_into_more() -> None:
@@ -135,13 +136,14 @@ def test_what_bounds_rule_out_is_not_left_out() -> None:
     assert search(chain(), two, 48.6).left_out == {INTERLEAVED: 1, V_SCHEDULES: 1}
 
 
-def test_plans_close_to_the_best_are_found_too() -> None:
-    """54.5 s with two, 51.5 with four."""
+def test_plans_close_to_the_best_are_found_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """66.5 s with two, 64.5 with four, of which 63.5 are proven."""
     schedules = [schedule(v) for v in (2, 4)]
-    assert len(search(chain(), schedules, 50.0).found) == 2
-    assert len(search(chain(), schedules, 47.0).found) == 1
-    none = search(chain(), schedules, 46.0)
-    assert none.found == () and none.bound_s(46.0) == 46.0
+    assert len(search(chain(10, weight_s=1.0), schedules, 64.4).found) == 2
+    none = search(chain(10, weight_s=1.0), schedules, 63.7)  # nothing to gain
+    assert none.found == () and none.searches == () and none.bound_s(63.7) == 63.7
+    monkeypatch.setattr(interleaved, "CLOSE", 1.02)
+    assert len(search(chain(10, weight_s=1.0), schedules, 64.4).found) == 1
 
 
 def test_only_so_many_are_tried_and_priced(monkeypatch: pytest.MonkeyPatch) -> None:
