@@ -79,6 +79,8 @@ class _Refined:
         def in_mode(mode: Mode, first: Plan) -> Plan:
             """As far as it may be faster than the first: other sizes of buckets gain little."""
             plan = reordered(replace(finalist, mode=mode), folded, options, memo)
+            if first.events is None:  # a pipeline, which has no such buckets
+                return bucketed(plan, options)
             found = bucketed(plan, options, like=first)
             return bucketed(plan, options) if _is_faster(found, first, gain=0.0) else found
 
@@ -101,17 +103,18 @@ class _Refined:
     def may_lose_to(self, plan: Plan) -> bool:
         """Whether `plan`, as the search wrote it, may be faster once it is emitted, in any mode.
         Its kernels and collectives inside of regions take least_step_s in any order, and all that
-        modes hide otherwise are these collectives; buckets gain what they gain here."""
+        modes hide otherwise are these collectives; buckets gain what they gain here, which a
+        pipeline does not tell: its gradients are reduced once, whatever their buckets."""
         if plan.simulated is None:
             return True
         inside_s, slowdown = _inside_s(plan), plan.cluster.overlap_slowdown
         wanted_s = (1 - LEAST_GAIN) * self.best.step_s
         eager = next((p for p in (self.other, self.best) if p and p.mode == "eager"), self.best)
         refined_less = max(1.0, self.finalist.step_s / eager.step_s)
-        return (
-            least_step_s(plan.simulated.compute_s, inside_s, slowdown) < wanted_s
-            and plan.step_s - sum(inside_s.values()) < refined_less * wanted_s
-        )
+        if least_step_s(plan.simulated.compute_s, inside_s, slowdown) >= wanted_s:
+            return False
+        says_buckets = self.finalist.events is not None
+        return not says_buckets or plan.step_s - sum(inside_s.values()) < refined_less * wanted_s
 
     def mode_notes(self, options: CompileOptions) -> tuple[str, ...]:
         """What led to the mode, where there was something to choose."""

@@ -77,6 +77,17 @@ def test_what_communicates_nowhere_inside_is_not_scheduled() -> None:
     assert plan.mode == "eager" and not any(note.startswith("mode") for note in plan.notes)
 
 
+def test_a_pipeline_is_held_against_buckets_of_one_pass() -> None:
+    """Without buckets this model is slower in one pass than in two microbatches."""
+    spec = resolve_cluster("local-cpu", 2)
+    steps_s = [
+        plan_captured(captured_family("vit"), "vit", spec, CompileOptions(pins=pins)).step_s
+        for pins in ({"dp": 2}, {"dp": 2, "microbatches": 1}, {"dp": 2, "microbatches": 2})
+    ]
+    assert steps_s[0] <= min(steps_s[1:]) / (1 - LEAST_GAIN)
+    assert steps_s[1] < steps_s[2]
+
+
 def test_stages_run_eager() -> None:
     options = CompileOptions(pins={"pp": 2, "tp": 2, "microbatches": 2})
     assert plan_captured(captured_family("llama"), "llama", cluster(), options).mode == "eager"
