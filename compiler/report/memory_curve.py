@@ -6,6 +6,7 @@ a pipeline   per device: what is charged all the time, and of every stage what i
              weight gradients where these run apart. The most of that is the predicted peak
 """
 
+import importlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from meshfold.ir.plan import Plan, StageCosts
 from meshfold.units import bytes_text, seconds_text
 
 if TYPE_CHECKING:
+    from meshfold.cost_models.pipeline.schedules import Schedule
     from meshfold.report.pipeline_timeline import ActionSpan
 
 LEVELS = "▁▂▃▄▅▆▇█"
@@ -74,9 +76,9 @@ def device_stages(plan: Plan) -> tuple[tuple[int, ...], ...]:
     costs = [stage.costs for stage in plan.stages]
     if not plan.schedule or any(x is None or x.memory is None for x in costs):
         return ()
-    from meshfold.cost_models.pipeline.schedules import Schedule  # numpy, for pipelines alone
-
-    schedule = Schedule.parse(plan.schedule)
+    # Loads numpy, which `show` of other plans starts without.
+    schedules = importlib.import_module("meshfold.cost_models.pipeline.schedules")
+    schedule: Schedule = schedules.Schedule.parse(plan.schedule)
     if schedule.num_stages != len(costs):
         return ()
     return tuple(schedule.stages_of(device) for device in range(schedule.num_devices))
@@ -91,10 +93,9 @@ def _pipeline_curves(plan: Plan) -> tuple[MemoryCurve, ...]:
     devices = device_stages(plan)
     if not devices:
         return ()
-    from meshfold.report.pipeline_timeline import predicted_spans  # numpy, for pipelines alone
-
     costs = [stage.costs for stage in plan.stages if stage.costs is not None]
-    spans = predicted_spans(plan)
+    timeline = importlib.import_module("meshfold.report.pipeline_timeline")
+    spans: tuple[ActionSpan, ...] = timeline.predicted_spans(plan)
     end_s = max(span.end_s for span in spans)
     return tuple(
         MemoryCurve(
