@@ -58,7 +58,7 @@ to 5.2 % more (ViT-huge on two nodes of A100, PCIe)."""
 LEAST_GAIN = 0.005
 """Share of the step that a schedule must be able to gain to be tried."""
 
-MOST_TRIED = 3
+MOST_TRIED = 8
 """Schedules that are searched, with fused backwards and with split ones."""
 
 MOST_PRICED = 4
