@@ -4,7 +4,9 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from meshfold.distributed.waiting import lost_ranks
 from meshfold.errors import MeshfoldError, OptionError, RanksDifferError
@@ -49,6 +51,26 @@ def compared(work: Callable[[], T], facts: Callable[[T], Mapping[str, str]]) -> 
                     f"{value[:12]}); give every process the same plan, model, options and meshfold"
                 )
     return result  # type: ignore[return-value]
+
+
+def extremes(own: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """The least and the greatest of each integer over the ranks of a gloo group, on all of them.
+
+    In every round a rank hears from one twice as far away as before, so the rounds are the
+    logarithm of the number of ranks; gloo's own sums and gathers go around a ring, rank by rank.
+    """
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    found = torch.stack([~own, own])  # ~ turns the order around and cannot overflow
+    distance = 1
+    while distance < num_ranks:
+        other = torch.empty_like(found)
+        sending = dist.isend(found, group=group, group_dst=(rank + distance) % num_ranks)
+        dist.recv(other, group=group, group_src=(rank - distance) % num_ranks)
+        assert sending is not None, "this rank is in the group"
+        sending.wait()
+        found = torch.maximum(found, other)
+        distance *= 2
+    return ~found[0], found[1]
 
 
 def waits_for_all(what: str) -> AbstractContextManager[None]:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshfold.distributed.agreement import waits_for_all
+from meshfold.distributed.agreement import extremes, waits_for_all
 from meshfold.distributed.rank_mesh import ProcessMesh
 from meshfold.distributed.waiting import lost_ranks
 from meshfold.errors import RanksDifferError
@@ -133,7 +133,10 @@ class StepAgreement:
         RanksDifferError on all ranks."""
         text = _call_text(call, batch, training)
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
-        if len(set(self._gathered([digest, number]))) == 1:
+        own = torch.tensor([digest, number])
+        with self._waits():
+            least, most = extremes(own, self.group)
+        if torch.equal(least, most):
             return
         texts: list[Any] = [None] * self.mesh.mesh.num_ranks
         with self._waits():

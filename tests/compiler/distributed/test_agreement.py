@@ -1,6 +1,8 @@
-"""Outcomes of one rank alone; those of two are in tests/compiler/training/test_checkpoint.py."""
+"""Outcomes of one rank alone; those of two are in tests/compiler/training/test_checkpoint.py.
+Numbers of several ranks."""
 
 import pytest
+from support.processes.pool import Pools
 
 from meshfold.distributed.agreement import agreed, gathered
 from meshfold.errors import MeshfoldError, OptionError
@@ -31,3 +33,13 @@ def test_whatever_is_raised_is_one_line_of_ours(
             share(work)  # type: ignore[operator]
         assert type(raised.value) is kind and str(raised.value) == line
         assert raised.value.__cause__ is error
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_extremes_are_those_of_all_ranks(pools: Pools, num_ranks: int) -> None:
+    ends = [-(2**63), 2**63 - 1]
+    rows = [[5, rank, -rank, ends[rank == 1], ends[rank != 1]] for rank in range(num_ranks)]
+    expected = [[f(column) for column in zip(*rows, strict=True)] for f in (min, max)]
+    found = pools.run(num_ranks, "support.processes.agreement:extremes_of", rows)
+    assert found == [expected] * num_ranks

@@ -11,6 +11,7 @@ from torch import nn
 import meshfold
 from meshfold.api import bind
 from meshfold.capture.pipeline import Captured
+from meshfold.distributed.agreement import extremes
 from meshfold.errors import MeshfoldError
 from meshfold.plan_file.io import plan_from_json
 from support.models.hugging_face import VOCABULARY, tiny_model
@@ -138,6 +139,14 @@ CASES: dict[str, Callable[[bool], None]] = {
     "mode": _mode,
     "call": _call,
 }
+
+
+def extremes_of(rows: list[list[int]]) -> list[list[int]]:
+    """The extremes of numbers of which every rank has a row."""
+    group = dist.group.WORLD
+    assert group is not None
+    least, most = extremes(torch.tensor(rows[dist.get_rank()]), group)
+    return [least.tolist(), most.tolist()]
 
 
 def line_of(case: str) -> str:
