@@ -72,11 +72,11 @@ ranks those of 529B by 20 ms; bytes differ by 3, numbers of weights by 1.1."""
 NO_GAIN = 2.0
 """DeviceSpec.overlap_slowdown at which nothing is gained by overlap."""
 
-HOST_OP_S: Mapping[str, float] = {"V100": 46e-6, "A100": 46e-6}
+HOST_OP_S: Mapping[str, float] = {"V100": 52e-6, "A100": 52e-6}
 """Of the frameworks of published runs, per op of our graph, by the device beside the host: modules
-in Python, with hooks and checkpoints, issue twice as many kernels as an emitted program. Fitted: a
-microbatch of a small model in one stage takes 3.3 ms a layer, whatever its size
-(VIA-Research/vTrain)."""
+in Python, with hooks and checkpoints, issue twice as many kernels as an emitted program. Fitted,
+with NO_GRAD_SHARE of it for the first of two forwards: a microbatch of a small model in one stage
+takes 3.3 ms a layer, whatever its size, all recomputed (VIA-Research/vTrain)."""
 
 LATER_HOST_OP_S = 34e-6
 """The same of hosts of later devices, whose cores are faster: at most, of 12 layers on 8 B200

@@ -65,9 +65,9 @@ def test_what_frameworks_of_a_time_do() -> None:
     device = setup.cluster.groups[0].device
     assert setup.traits.keeps_last_stage and not device.fused_attention
     assert not setup_of(RUNS["tt-8b-8-compile"]).traits.keeps_last_stage
-    assert (device.host_op_s, later_host_op_s()) == (46e-6, 34e-6)
+    assert (device.host_op_s, later_host_op_s()) == (52e-6, 34e-6)
     issued = without_gradients(setup.cluster).groups[0].device
-    assert issued.host_op_s == pytest.approx(46e-6 / 4)
+    assert issued.host_op_s == pytest.approx(52e-6 / 4)
     fused = setup_of(replace(SMALL, attention="fused")).cluster.groups[0].device
     assert fused.fused_attention
 
