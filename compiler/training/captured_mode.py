@@ -1,4 +1,4 @@
-"""The mode, train or eval, that a captured program can run in, and the parameters that it trains."""
+"""The mode, train or eval, that a captured program can run in, and what it trains."""
 
 from collections.abc import Mapping
 

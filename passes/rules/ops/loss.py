@@ -172,8 +172,8 @@ CLASSES_OF_LOSSES = {
     NARROW_CROSS_ENTROPY: (0, 1, 2),
     LINEAR_CROSS_ENTROPY: (1, 0, 3),
 }
-"""Of losses whose classes may be sharded: operand and dim that have the rank's classes, and how many
-operands there are without class weights (and bias), which come last."""
+"""Of losses whose classes may be sharded: operand and dim that have the rank's classes, and how
+many operands there are without class weights (and bias), which come last."""
 NLL_LOSS = "aten.nll_loss_nd.default"
 
 LOSS_RULES = {

@@ -20,7 +20,12 @@ def test_gradients_travel_together_by_dtype_and_a_missing_one_is_zero(
     monkeypatch.setattr(tied_gradients, "wait_for", lambda *_: None)
     parameters = {
         name: torch.nn.Parameter(torch.zeros(2, 2, dtype=dtype))
-        for name, dtype in (("a", torch.float32), ("b", torch.float64), ("c", torch.float32), ("d", torch.float32))
+        for name, dtype in (
+            ("a", torch.float32),
+            ("b", torch.float64),
+            ("c", torch.float32),
+            ("d", torch.float32),
+        )
     }
     parameters["d"].requires_grad_(False)
     parameters["a"].grad = torch.ones(2, 2)
