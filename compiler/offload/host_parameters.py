@@ -130,6 +130,8 @@ class HostParameters:
     def take(self, shard: Tensor, gradient: Tensor) -> None:
         name = self._names[id(shard)]
         parameter = self._stored[name]
+        if not parameter.requires_grad:
+            return  # frozen since; its copy has a gradient all the same
         with torch.no_grad():
             if parameter.grad is None:
                 parameter.grad = self.link.on_host(gradient)

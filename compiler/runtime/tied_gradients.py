@@ -23,14 +23,16 @@ class TiedGradients:
     group: dist.ProcessGroup
 
     def add_up(self, parameters: Tensors, place: Place) -> None:
-        """Make every holder's gradient the sum of all."""
+        """Make every holder's gradient the sum of all. What was frozen since takes part with zeros
+        and gets none, so that ranks exchange what they always do."""
         who = f"the gradient of {self.names[0]} waited for the other stages that hold it"
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for name in self.names:
             parameter = parameters[name]
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            by_dtype.setdefault(parameter.dtype, []).append(parameter.grad)
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            if parameter.requires_grad:
+                parameter.grad = gradient
+            by_dtype.setdefault(parameter.dtype, []).append(gradient)
         for gradients in by_dtype.values():
             flat = torch.cat([g.reshape(-1) for g in gradients])
             work = dist.all_reduce(flat, group=self.group, async_op=True)

@@ -1,19 +1,23 @@
-"""The mode, train or eval, that a captured program can run in."""
+"""The mode, train or eval, that a captured program can run in, and what it trains."""
 
-from torch import nn
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
 
 from meshfold.errors import OptionError
 from meshfold.ir.op_graph import DRAWS, FoldedGraph
 
 
 class CapturedMode:
-    """Which of train and eval mode a captured program can run in."""
+    """Which of train and eval mode a captured program can run in, and what it trains."""
 
     def __init__(self, model: nn.Module, graph: FoldedGraph) -> None:
         self.is_training = model.training
         self._updates_buffers = any(region.graph.mutations for region in graph.regions)
         self._draws = any(op.target in DRAWS for r in graph.regions for op in r.graph.ops)
         self._depends_on_mode = any(map(_depends_on_mode, model.modules()))
+        self._frozen = [p.name for p in graph.parameters if p.used and not p.requires_grad]
 
     def check(self, is_training: bool) -> None:
         """Raises OptionError if no program can run in this mode."""
@@ -39,6 +43,24 @@ class CapturedMode:
                 f"the model was captured in train mode and {does}; evaluate it under "
                 "torch.no_grad(), or compile model.eval()"
             )
+
+    def check_trained(self, parameters: Mapping[str, Tensor]) -> None:
+        """Raises OptionError where a backward would reach a parameter, by canonical name, that was
+        frozen when the model was captured: no program adds up its gradients over ranks."""
+        if torch.is_grad_enabled() and (thawed := self._thawed(parameters)):
+            raise OptionError(
+                f"{thawed[0]} (of {len(thawed)} parameters) was frozen when the model was "
+                "compiled, and the plan has no gradient of it; compile the model with "
+                "requires_grad set, and freeze the parameters of the compiled model until then"
+            )
+
+    def thawed_text(self, parameters: Mapping[str, Tensor]) -> str:
+        """For the comparison of calls: stages without such a parameter are to stop, too."""
+        thawed = self._thawed(parameters)
+        return f" with gradients of {thawed[0]}, frozen when it was compiled," if thawed else ""
+
+    def _thawed(self, parameters: Mapping[str, Tensor]) -> list[str]:
+        return [n for n in self._frozen if n in parameters and parameters[n].requires_grad]
 
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)

@@ -222,7 +222,8 @@ class CompiledModel(OwnParallelism):
         assert self.rank_mesh is not None
         self.rank_mesh.begin_step(self.num_forwards, timeout_s)
         if self._agreement is not None:
-            self._agreement.check_call(call, batch, self.num_forwards, self.training)
+            does = call + self._modes.thawed_text(self._tensors(self.named_parameters))
+            self._agreement.check_call(does, batch, self.num_forwards, self.training)
         form = self._calls.form(batch, call, self.training)
         if self._agreement is not None:
             self._agreement.check_contents(batch, self._form.reader.local_inputs)
@@ -236,9 +237,8 @@ class CompiledModel(OwnParallelism):
         timeout_s: float | None = None,
     ) -> list[Tensor]:
         inputs = form.reader.read(batch)
-        parameters, buffers = (
-            self._tensors(named) for named in (self.named_parameters, self.named_buffers)
-        )
+        parameters, buffers = map(self._tensors, (self.named_parameters, self.named_buffers))
+        self._modes.check_trained(parameters)
         rng = self.plan.seed, self._next_step(timeout_s)
         return run_step(runner, self.host_side, parameters, buffers, inputs, rng=rng)
 

@@ -34,7 +34,7 @@ from meshfold.passes.price.parameter_groups import changed_axes, is_unbucketed, 
 from meshfold.passes.price.parameters import local_bytes, stored_bytes
 from meshfold.passes.rules.localize import localize
 from meshfold.passes.rules.ops.attention import RING_ATTENTION, ring_call
-from meshfold.passes.rules.ops.loss import LINEAR_CROSS_ENTROPY
+from meshfold.passes.rules.ops.loss import CLASSES_OF_LOSSES, LINEAR_CROSS_ENTROPY
 
 Probe = Callable[[ProbeKey], OpProbe]
 
@@ -177,7 +177,7 @@ class LocalProgramBuilder:
             op.target,
             tuple(self._bound(a, count) for a in args),
             tuple((name, self._bound(a, count)) for name, a in kwargs),
-            _with_picked_heads(op.target, tuple(self.specs[t] for t in operands)),
+            _as_kernels_get_them(op.target, tuple(self.specs[t] for t in operands)),
             op.custom,
         )
         if (call := ring_call(op, typing.rules, self.mesh.sizes)) is not None:
@@ -224,11 +224,26 @@ class LocalProgramBuilder:
         return new
 
 
-def _with_picked_heads(target: str, specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-    """Operands of attention as the kernel gets them: a rank whose query heads are no multiple of
-    the key heads picks a key and a value head for each of them
-    (meshfold.ops.local_implementations.attention)."""
-    if target != ATTENTION or len(specs[0].shape) < 4:
+def _as_kernels_get_them(target: str, specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    """Operands of an op, where what a rank's kernel computes on is not what the rank has."""
+    if target == ATTENTION:
+        return _with_picked_heads(specs)
+    if target not in CLASSES_OF_LOSSES:
+        return specs
+    # Class weights, the last operand, are unsharded; a rank of a sharded vocabulary applies those
+    # of its own classes (meshfold.ops.fused.class_losses).
+    operand, dim, fewest = CLASSES_OF_LOSSES[target]
+    if len(specs) == fewest:
+        return specs
+    *others, weight = specs
+    classes = (specs[operand].shape[dim],)
+    return (*others, dense_spec(classes, weight.dtype, weight.requires_grad))
+
+
+def _with_picked_heads(specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    """Operands of attention: a rank whose query heads are no multiple of the key heads picks a key
+    and a value head for each of them (meshfold.ops.local_implementations.attention)."""
+    if len(specs[0].shape) < 4:
         return specs
     query, key, value, *mask = specs
     heads = query.shape[-3]

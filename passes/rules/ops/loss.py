@@ -167,6 +167,13 @@ NARROW_CROSS_ENTROPY = "meshfold.cross_entropy.default"
 """The same of narrow logits, losses in float32 (meshfold.ops.vocab_parallel_cross_entropy)."""
 LINEAR_CROSS_ENTROPY = "meshfold.linear_cross_entropy.default"
 """That of logits which it makes itself, in chunks."""
+CLASSES_OF_LOSSES = {
+    CROSS_ENTROPY: (0, 1, 2),
+    NARROW_CROSS_ENTROPY: (0, 1, 2),
+    LINEAR_CROSS_ENTROPY: (1, 0, 3),
+}
+"""Of losses whose classes may be sharded: operand and dim that have the rank's classes, and how
+many operands there are without class weights (and bias), which come last."""
 NLL_LOSS = "aten.nll_loss_nd.default"
 
 LOSS_RULES = {

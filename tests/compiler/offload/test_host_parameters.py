@@ -34,6 +34,20 @@ def test_gradients_leave_and_whoever_changed_parameters_copies_follow() -> None:
     assert host.on_device(parameters)["w"].tolist() == [1.0] * 3
 
 
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_what_is_frozen_later_gets_no_gradient(is_shared: bool) -> None:
+    parameters = stored("w")
+    host, told = on_host(parameters, DeviceCopy("w", torch.float32, not is_shared, is_shared))
+    parameters["w"].requires_grad_(False)
+    with host.whole_step():
+        (host.on_device(parameters)["w"] ** 2).sum().backward()
+    assert parameters["w"].grad is None and not told
+    parameters["w"].requires_grad_(True)
+    with host.whole_step():
+        (host.on_device(parameters)["w"] ** 2).sum().backward()
+    assert parameters["w"].grad.tolist() == [0.0, 2.0, 4.0] and told == ["w"]
+
+
 def test_a_graph_goes_on_after_another_forward_but_not_after_a_change() -> None:
     parameters = stored("w")
     host, _ = on_host(parameters, DeviceCopy("w", torch.float32))

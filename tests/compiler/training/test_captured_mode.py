@@ -50,3 +50,20 @@ def test_the_other_mode(middle: nn.Module, is_training: bool, asked: bool, refus
             mode.check_program(asked)
     else:
         mode.check_program(asked)
+
+
+def test_what_was_frozen_when_captured_cannot_be_trained() -> None:
+    model = Layers(nn.Identity())
+    model.linear.bias.requires_grad_(False)
+    mode = CapturedMode(model, capture(model, {"x": torch.randn(8, 4)}).graph)
+    parameters = dict(model.named_parameters())
+    mode.check_trained(parameters)
+    assert mode.thawed_text(parameters) == ""
+    model.requires_grad_(False)
+    mode.check_trained(parameters)
+    model.requires_grad_(True)
+    assert "linear.bias" in mode.thawed_text(parameters)
+    with torch.no_grad():
+        mode.check_trained(parameters)
+    with pytest.raises(OptionError, match="linear.bias .of 1 parameters. was frozen when"):
+        mode.check_trained(parameters)

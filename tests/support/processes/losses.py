@@ -25,6 +25,7 @@ LOSSES: dict[str, Loss] = {
     ),
     "classes": lambda y, t: functional.cross_entropy(y, t["label"]),
     "smoothed": lambda y, t: functional.cross_entropy(y, t["label"], label_smoothing=0.1),
+    "by class": lambda y, t: functional.cross_entropy(y, t["label"], t["weight"]),
     "weighted": lambda y, t: functional.cross_entropy(
         y, t["label"], t["weight"], label_smoothing=0.1
     ),
