@@ -36,8 +36,8 @@ def _unproven_text(plan: Plan) -> str:
     if plan.gap - plan.unproven_gap < 5e-5:
         return ""
     return (
-        f", {100 * plan.unproven_gap:.2f} % of it unproven: simulation passed over a plan that adds "
-        "up to less"
+        f", {100 * plan.unproven_gap:.2f} % of it unproven: simulation passed over a plan that "
+        "adds up to less"
     )
 
 

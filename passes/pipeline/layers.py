@@ -168,8 +168,11 @@ class StageContext:
 
     def buckets_s(self, placed: LayerParameters, kind: str, *, is_once: bool = False) -> float:
         """Seconds of these collectives."""
-        buckets = placed.buckets(kind, is_once=is_once)
-        return sum(self.over(kind, num_bytes, axes) for axes, num_bytes in buckets)
+        key = kind, is_once
+        if key not in placed.seconds:
+            buckets = placed.buckets(kind, is_once=is_once)
+            placed.seconds[key] = sum(self.over(kind, size, axes) for axes, size in buckets)
+        return placed.seconds[key]
 
 
 @dataclass(frozen=True)

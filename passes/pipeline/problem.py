@@ -127,6 +127,7 @@ class PipelineProblems:
         self._searches: dict[tuple[int, Degrees], MeshSearch] = {}
         self._caches: dict[int, SearchCache] = {}
         self._tables: dict[_TableKey, ProgramTables] = {}
+        self._programs: dict[tuple[int, Degrees, TpMode], ProgramTables] = {}
         self._layer_costs: dict[tuple[UniformStrategy, ...], list[list[StrategyCosts]]] = {}
         self.stage_searches: dict[UniformStrategy, MeshSearch] = {}
         self._fastest: dict[tuple[UniformStrategy, ...], list[tuple[float, float]]] = {}
@@ -143,9 +144,12 @@ class PipelineProblems:
     def tables(self, degrees: UniformStrategy, recomputes: Sequence[Recompute]) -> ProgramTables:
         """The typed program that the axes, microbatches and sequence_parallel ask for."""
         num_slices, words = degrees.dp * degrees.microbatches, tuple(sorted(recomputes))
-        key = num_slices, degrees.degrees._replace(dp=1, dp_shard=0), degrees.tp_mode, words
+        program = num_slices, degrees.degrees._replace(dp=1, dp_shard=0), degrees.tp_mode
+        if program not in self._programs:
+            self._programs[program] = self._typed(*program)
+        key = *program, words
         if key not in self._tables:
-            self._tables[key] = self._typed(*key)
+            self._tables[key] = replace(self._programs[program], recomputes=words)
         return self._tables[key]
 
     def problem(self, strategies: Sequence[UniformStrategy]) -> PipelineProblem:
@@ -229,9 +233,8 @@ class PipelineProblems:
 
     # Tables.
 
-    def _typed(
-        self, num_slices: int, degrees: Degrees, mode: TpMode, recomputes: Sequence[Recompute]
-    ) -> ProgramTables:
+    def _typed(self, num_slices: int, degrees: Degrees, mode: TpMode) -> ProgramTables:
+        """Under nothing that is recomputed, which changes no types."""
         folded = self.microbatches.graph(num_slices)
         key = num_slices, degrees
         if key not in self._searches:
@@ -258,7 +261,7 @@ class PipelineProblems:
         return ProgramTables(
             folded,
             layers,
-            tuple(recomputes),
+            (),
             crossing,
             states.buffers,
             states.inputs,
