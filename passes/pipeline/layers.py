@@ -139,6 +139,10 @@ class StrategyCosts:
         return states + self.gathered_once_bytes + self.update_bytes
 
 
+Placed = dict[tuple[tuple[Parameter, ...], int], LayerParameters]
+"""By what a layer has of parameters, and ZeRO level."""
+
+
 @dataclass(frozen=True)
 class StageContext:
     """What a layer's costs depend on besides its table: the number of stages, the mesh of one, the
@@ -155,7 +159,7 @@ class StageContext:
     costs: CostModel
     optimizer: str
     is_all_on_host: bool = False
-    placed: dict[tuple[tuple[Parameter, ...], int], LayerParameters] = field(default_factory=dict)
+    placed: Placed = field(default_factory=dict)
 
     def place(self, parameters: tuple[Parameter, ...], zero: int) -> LayerParameters:
         """The parameters of a layer."""

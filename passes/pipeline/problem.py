@@ -44,6 +44,7 @@ from meshfold.passes.memory.typed_region import TypedRegion, saved_output_bytes
 from meshfold.passes.memory.zero import program_states
 from meshfold.passes.pipeline.layers import (
     PipelineLayer,
+    Placed,
     StageContext,
     StrategyCosts,
     microbatch_seconds,
@@ -132,6 +133,9 @@ class PipelineProblems:
         self.stage_searches: dict[UniformStrategy, MeshSearch] = {}
         self._fastest: dict[tuple[UniformStrategy, ...], list[tuple[float, float]]] = {}
         self._contexts: dict[tuple[int, Degrees], StageContext] = {}
+        self._placed: dict[
+            object, Placed
+        ] = {}  # alike for all stages with the same groups of ranks
 
     def within(self, options: CompileOptions) -> "PipelineProblems":
         """The same for other options, which share what is typed and priced. They may differ in the
@@ -295,14 +299,23 @@ class PipelineProblems:
             link, network = costs.node_link, self.cluster.network
             return collective_s("all_reduce", num_bytes, group, link, network)
 
+        inner = Mesh(tuple(axis for axis in mesh.axes if axis.name != "pp"))
+        names = costs.storage.mesh.names
+        shapes = {
+            tuple(names[k] for k in axes): shape
+            for axes, shape in costs.storage.group_shapes.items()
+            if "pp" not in {names[k] for k in axes}
+        }
+        alike = inner, degrees.pp == 1, self.options.optimizer, tuple(shapes.items())
         return StageContext(
             degrees.pp,
-            Mesh(tuple(axis for axis in mesh.axes if axis.name != "pp")),
+            inner,
             min(1.0, degrees.pp / len(self.folded.instances)),
             over,
             over_holders,
             costs,
             self.options.optimizer,
+            placed=self._placed.setdefault(alike, {}),
         )
 
     def _hops_s(self, tables: ProgramTables, degrees: UniformStrategy) -> FloatArray:
