@@ -87,6 +87,7 @@ CASES = (
     Case("GPT 1T", "gpt3-175b", "dgx-h200x384", 1536, tuple(GPT_1T.items())),
     Case("Llama-3-405B", "llama-3-405b", "dgx-h100x2048", 2048),
     Case("Mixtral-8x7B", "mixtral-8x7b", "dgx-h100x8", 64),
+    Case("DeepSeek-V3", "deepseek-v3", "dgx-h100x256", 4096),
 )
 BUDGETS_GB = {12: 14, 24: 24, 48: 43, 96: 85}
 """By layers: with these every depth recomputes."""
