@@ -160,7 +160,8 @@ def measure_distinct(most: int) -> None:
 def measure(cases: tuple[Case, ...], mode: ModeChoice) -> None:
     """Print the table of some cases."""
     click.echo(
-        f"{'':<24}{'devices':>8}{'step':>10}{'peak':>9}{'gap':>8}{'unproven':>10}{'priced':>7}{'CPU s':>8}"
+        f"{'':<24}{'devices':>8}{'step':>10}{'peak':>9}{'gap':>8}{'unproven':>10}{'priced':>7}"
+        f"{'CPU s':>8}"
     )
     seconds = []
     for case in cases:
