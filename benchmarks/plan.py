@@ -87,6 +87,7 @@ CASES = (
     Case("GPT 1T", "gpt3-175b", "dgx-h200x384", 1536, tuple(GPT_1T.items())),
     Case("Llama-3-405B", "llama-3-405b", "dgx-h100x2048", 2048),
     Case("Mixtral-8x7B", "mixtral-8x7b", "dgx-h100x8", 64),
+    Case("DeepSeek-V3", "deepseek-v3", "dgx-h100x256", 4096),
 )
 BUDGETS_GB = {12: 14, 24: 24, 48: 43, 96: 85}
 """By layers: with these every depth recomputes."""
@@ -158,7 +159,10 @@ def measure_distinct(most: int) -> None:
 
 def measure(cases: tuple[Case, ...], mode: ModeChoice) -> None:
     """Print the table of some cases."""
-    click.echo(f"{'':<24}{'devices':>8}{'step':>10}{'peak':>9}{'gap':>8}{'priced':>7}{'CPU s':>8}")
+    click.echo(
+        f"{'':<24}{'devices':>8}{'step':>10}{'peak':>9}{'gap':>8}{'unproven':>10}{'priced':>7}"
+        f"{'CPU s':>8}"
+    )
     seconds = []
     for case in cases:
         graph, cluster = graph_of(case), preset(case.cluster)
@@ -168,6 +172,7 @@ def measure(cases: tuple[Case, ...], mode: ModeChoice) -> None:
         click.echo(
             f"{case.name:<24}{cluster.num_devices:>8,}{seconds_text(plan.step_s):>10}"
             f"{bytes_text(plan.memory.peak):>9}{100 * plan.gap:>7.2f}%"
+            f"{100 * plan.unproven_gap:>9.2f}%"
             f"{plan.search.num_priced:>7}{cpu_s:>8.2f}  {plan.strategy.label}, {plan.mode}"
         )
     click.echo(f"last over first: {seconds[-1] / seconds[0]:.2f} x\n")

@@ -273,6 +273,9 @@ class SearchStats:
     """Strategy candidates that each pruning rule removed."""
     lower_bound_s: Seconds = 0.0
     """No plan of this tree that fits is faster."""
+    least_s: Seconds = 0.0
+    """The least sum of the plans that were found and that the bound covers; simulation may have
+    taken another one. 0: not known."""
     gap_before: Seconds = 0.0
     """What rounding the relaxation would have cost, relative to the step time."""
     unlimited_s: Seconds = 0.0
@@ -373,3 +376,12 @@ class Plan:
         """(step time - proven lower bound) / lower bound; infinite where nothing was proven."""
         bound_s = self.search.lower_bound_s
         return max(0.0, self.time.step_s / bound_s - 1) if bound_s > 0 else math.inf
+
+    @property
+    def unproven_gap(self) -> float:
+        """The part of the gap in which a plan might add up to less than all that were found; the
+        rest is what this one adds up to beyond the least sum, which simulation passed over."""
+        bound_s, least_s = self.search.lower_bound_s, self.search.least_s or self.time.step_s
+        if bound_s <= 0:
+            return math.inf
+        return max(0.0, min(least_s, self.time.step_s) / bound_s - 1)

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshfold.codegen.emit.memo import EmissionMemo
+from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.errors import OptionError
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.options import CompileOptions, Mode
@@ -102,7 +103,7 @@ class _Refined:
 
     def may_lose_to(self, plan: Plan) -> bool:
         """Whether `plan`, as the search wrote it, may be faster once it is emitted, in any mode.
-        Its kernels and collectives inside of regions take least_step_s in any order, and all that
+        Its kernels and collectives that stay take least_step_s in any order, and all that
         modes hide otherwise are these collectives; buckets gain what they gain here, which a
         pipeline does not tell: its gradients are reduced once, whatever their buckets."""
         if plan.simulated is None:
@@ -111,7 +112,7 @@ class _Refined:
         wanted_s = (1 - LEAST_GAIN) * self.best.step_s
         eager = next((p for p in (self.other, self.best) if p and p.mode == "eager"), self.best)
         refined_less = max(1.0, self.finalist.step_s / eager.step_s)
-        if least_step_s(plan.simulated.compute_s, inside_s, slowdown) >= wanted_s:
+        if least_step_s(plan.simulated.compute_s, by_link_s(plan), slowdown) >= wanted_s:
             return False
         says_buckets = self.finalist.events is not None
         return not says_buckets or plan.step_s - sum(inside_s.values()) < refined_less * wanted_s
@@ -155,6 +156,26 @@ def _inside_s(plan: Plan) -> Mapping[str, float]:
             if event.kind == "inline" and event.collective is not None:
                 link, seconds = event.collective.link, event.collective.seconds
                 found[link] = found.get(link, 0.0) + count * seconds
+    return found
+
+
+def by_link_s(plan: Plan) -> Mapping[str, float]:
+    """Seconds of each link: collectives inside of regions, and what gathers of parameters and
+    reduce-scatters of gradients take however they are bucketed: all their bytes at once."""
+    found = dict(_inside_s(plan))
+    if plan.events is None:
+        return found
+    num_bytes: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    for number, count in Counter(plan.events.instances).items():
+        for group in plan.events.regions[number].groups:
+            for of in (group.gather, group.reduce):
+                if of is not None and of.kind != "all_reduce" and not of.steps:
+                    num_bytes[of.kind, of.axes] += count * of.num_bytes
+    costs = CostModel(plan.cluster, plan.mesh).storage
+    for (kind, names), size in num_bytes.items():
+        axes = [costs.mesh.index(name) for name in names]
+        link = costs.group_link(axes).name
+        found[link] = found.get(link, 0.0) + costs.collective_s(kind, size, axes)
     return found
 
 

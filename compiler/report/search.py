@@ -24,11 +24,21 @@ def proof_text(plan: Plan) -> str:
             f"in the additive model, which is without overlap inside layers, {claim}; this is no "
             "bound of the simulated step"
         )
-    text = f"{claim}: optimality gap {100 * plan.gap:.2f} %"
+    text = f"{claim}: optimality gap {100 * plan.gap:.2f} %{_unproven_text(plan)}"
     costs = plan.time.step_s / plan.search.unlimited_s - 1 if plan.search.unlimited_s else 0.0
     if costs > 5e-4:
         text += f"; the memory limit costs {100 * costs:.1f} %"
     return text + _left_out_text(plan)
+
+
+def _unproven_text(plan: Plan) -> str:
+    """Which part of the gap is a choice of simulation."""
+    if plan.gap - plan.unproven_gap < 5e-5:
+        return ""
+    return (
+        f", {100 * plan.unproven_gap:.2f} % of it unproven: simulation passed over a plan that "
+        "adds up to less"
+    )
 
 
 def _left_out_text(plan: Plan) -> str:
@@ -43,6 +53,7 @@ def share_text(plan: Plan) -> str:
     if found.lower_bound_s <= 0:
         return "no lower bound"
     text = f"optimality gap {100 * plan.gap:.2f} % as the search adds up times"
+    text += _unproven_text(plan)
     assert plan.simulated is not None
     if plan.mode == "scheduled" or plan.simulated.step_s < found.lower_bound_s:
         text += ", which is no bound of the simulated step"

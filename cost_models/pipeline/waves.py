@@ -45,27 +45,31 @@ class Waves:
     @classmethod
     def of(cls, actions: ActionLists) -> "Waves":
         """Raises ValueError where the order deadlocks."""
-        num_stages = 1 + max(action.stage for device in actions for action in device)
-        wave_of = _waves(actions, num_stages)
-        ordered = sorted(wave_of, key=wave_of.__getitem__)
-        number = {action: at for at, action in enumerate(ordered)}
-        none = len(ordered)
-        before = {b: a for device in actions for a, b in zip(device, device[1:], strict=False)}
-        sources = [_source(action, num_stages) for action in ordered]
-        counts = np.bincount(list(wave_of.values()))
+        listed = [action for device in actions for action in device]
+        num_stages = 1 + max(action.stage for action in listed)
+        number = {action: at for at, action in enumerate(listed)}
+        sources = [_source(action, num_stages) for action in listed]
+        source_of = [-1 if s is None else number.get(s, len(listed)) for s in sources]
+        last = np.cumsum([len(device) for device in actions]) - 1
+        before = np.arange(len(listed)) - 1
+        before[[0, *(last[:-1] + 1)]] = -1
+        wave_of = np.array(_waves(source_of, last.tolist()))
+        order = np.argsort(wave_of, kind="stable")
+        place = np.empty(len(order) + 1, np.int64)
+        place[order] = np.arange(len(order))
+        place[-1] = len(order)
+        stage = np.array([action.stage for action in listed])
+        other = np.array([num_stages - 1 if s is None else s.stage for s in sources])
+        kinds = np.array([_KINDS.index(action.kind) for action in listed])
+        has_source = np.array(source_of) >= 0
         return cls(
             num_stages,
-            (0, *np.cumsum(counts).tolist()),
-            np.array([number[before[a]] if a in before else none for a in ordered]),
-            np.array([number[s] if s else none for s in sources]),
-            np.array([_KINDS.index(a.kind) * num_stages + a.stage for a in ordered]),
-            np.array(
-                [
-                    min(a.stage, s.stage) if s else num_stages - 1
-                    for a, s in zip(ordered, sources, strict=True)
-                ]
-            ),
-            np.array([number[device[-1]] for device in actions]),
+            (0, *np.cumsum(np.bincount(wave_of)).tolist()),
+            place[before[order]],
+            place[np.array(source_of)[order]],
+            (kinds * num_stages + stage)[order],
+            np.where(has_source, np.minimum(stage, other), num_stages - 1)[order],
+            place[last],
         )
 
     def ends_s(self, forward: Seconds, backward: Seconds, weight: Seconds, hop: Seconds) -> Seconds:
@@ -92,25 +96,29 @@ def _source(action: StageAction, num_stages: int) -> StageAction | None:
     return StageAction(stage, action.kind, action.microbatch)
 
 
-def _waves(actions: ActionLists, num_stages: int) -> dict[StageAction, int]:
-    """The wave of every action: one behind the latest of what it waits for."""
-    found: dict[StageAction, int] = {}
-    position, waiting = [0] * len(actions), dict[StageAction, int]()
-    ready = list(range(len(actions)))
+def _waves(source_of: list[int], last: list[int]) -> list[int]:
+    """The wave of every action, device by device: one behind the latest of what it waits for.
+    source_of: the number of its input, -1 where it has none; last: per device its last action."""
+    found = [-1] * (len(source_of) + 1)  # none of them makes an input that is no action
+    starts = [0, *(at + 1 for at in last[:-1])]
+    position, waiting = list(starts), dict[int, int]()
+    ready = list(range(len(last)))
     while ready:
         device = ready.pop()
-        order = actions[device]
-        while position[device] < len(order):
-            action = order[position[device]]
-            source = _source(action, num_stages)
-            if source is not None and source not in found:
+        at, end = position[device], last[device] + 1
+        own = found[at - 1] if at > starts[device] else -1
+        while at < end:
+            source = source_of[at]
+            if source >= 0 and found[source] < 0:
                 waiting[source] = device
                 break
-            own = found[order[position[device] - 1]] if position[device] else -1
-            found[action] = 1 + max(own, found[source] if source else -1)
-            position[device] += 1
-            if action in waiting:
-                ready.append(waiting.pop(action))
-    if len(found) < sum(map(len, actions)):
+            own = 1 + max(own, found[source] if source >= 0 else -1)
+            found[at] = own
+            if at in waiting:
+                ready.append(waiting.pop(at))
+            at += 1
+        position[device] = at
+    found.pop()
+    if min(found) < 0:
         raise ValueError("the order of actions deadlocks")
     return found

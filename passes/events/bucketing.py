@@ -66,14 +66,20 @@ def with_buckets(plan: Plan, pinned: BucketSizes) -> Plan:
     if pinned.hierarchical is not None or best.events is None:
         return best
     # The steps of many reductions fill both links, so less may have to be coalesced.
-    sizes = {best.reduce_bucket_bytes, pinned.reductions or 0}
-    tried = [
-        with_bucket_sizes(best, BucketSizes(most, best.allgather_bucket_bytes, size), costs)
-        for size in piece_sizes(best.events, costs)
-        for most in sorted(sizes)
-    ]
-    if not tried:
+    sizes = sorted({best.reduce_bucket_bytes, pinned.reductions or 0})
+    pieces = list(piece_sizes(best.events, costs))
+    if not pieces:
         return best
+
+    def in_pieces(chosen: Iterable[int]) -> list[Plan]:
+        found = BucketSizes(gathers=best.allgather_bucket_bytes)
+        each = [replace(found, reductions=r, hierarchical=h) for h in chosen for r in sizes]
+        return [with_bucket_sizes(best, one, costs) for one in each]
+
+    # Every other size first, then the two beside the best of these.
+    tried = in_pieces(pieces[::2])
+    at = pieces.index(min(tried, key=_step_s).hierarchical_all_reduce_bytes)
+    tried += in_pieces(pieces[k] for k in (at - 1, at + 1) if 0 <= k < len(pieces))
     hierarchical = min(tried, key=_step_s).hierarchical_all_reduce_bytes
     rebucketed = _bucketed(plan, replace(pinned, hierarchical=hierarchical), costs)
     return _fastest_of([best, *tried, rebucketed])

@@ -69,13 +69,14 @@ def saved_output_bytes(
 ) -> list[int]:
     """Bytes of each region's outputs that a reader saves for its backward in any case."""
     saved: list[dict[int, int]] = [{} for _ in folded.regions]
-    for instance in folded.instances:
-        readers = [regions[instance.region].memory(x) for x in recomputes]
-        for slot, source in enumerate(instance.sources):
-            if source.kind is not SourceKind.VALUE:
-                continue
-            if any(slot in memory.saved_slots for memory in readers):
-                maker = folded.instances[source.instance].region
-                made = [regions[maker].memory(x).output_bytes for x in recomputes]
-                saved[maker][source.output] = max(sizes[source.output] for sizes in made)
+    reads = {
+        (instance.region, slot, folded.instances[source.instance].region, source.output)
+        for instance in folded.instances
+        for slot, source in enumerate(instance.sources)
+        if source.kind is SourceKind.VALUE
+    }
+    for reader, slot, maker, output in reads:
+        if any(slot in regions[reader].memory(x).saved_slots for x in recomputes):
+            made = [regions[maker].memory(x).output_bytes for x in recomputes]
+            saved[maker][output] = max(sizes[output] for sizes in made)
     return [sum(outputs.values()) for outputs in saved]

@@ -51,6 +51,7 @@ def search_stats(tree: Tree, state: MeshRecord, bound: str) -> SearchStats:
         num_infeasible=sum(p.num_infeasible for p in plans),
         pruned=dict(sorted((name, n) for name, n in state.pruned.items() if n)),
         lower_bound_s=min(min(p.lower_bound_s, p.best_s) for p in plans),
+        least_s=min(p.best_s for p in plans),
         gap_before=state.plans[best[1]].gap_before,
         unlimited_s=min(
             m.plan.unlimited_s if m.plan else m.planner.unlimited_s for m in typed if m.planner

@@ -9,6 +9,7 @@ Both count the least bubble of p devices and m microbatches under any schedule t
                 are made of; asks for a region search per size of a rank's microbatch and tp
 """
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -30,8 +31,26 @@ KERNELS = "kernels and bubble above the best plan"
 
 SEVERAL_VIRTUAL_STAGES = (ScheduleKind.INTERLEAVED, ScheduleKind.INTERLEAVED_ZERO_BUBBLE, *V_ORDERS)
 
-LayerSeconds = Sequence[tuple[float, float]]
-"""(forward, forward and backward) of one microbatch, for each layer."""
+
+@dataclass(frozen=True)
+class LayerSums:
+    """Seconds of one microbatch. all_s: through all layers, both ways; above_s: a share, and the
+    seconds of the layers of whose seconds at least so much is forward."""
+
+    all_s: float
+    above_s: tuple[tuple[float, float], ...]
+
+    @classmethod
+    def of(cls, layers: Sequence[tuple[float, float]]) -> "LayerSums":
+        """layers: forward, forward and backward of each."""
+        seconds: dict[float, float] = {}
+        for (forward_s, total_s), count in Counter(layers).items():
+            share = forward_s / total_s if total_s else 0.0
+            seconds[share] = seconds.get(share, 0.0) + count * total_s
+        above_s = tuple(
+            (share, sum(s for other, s in seconds.items() if other >= share)) for share in seconds
+        )
+        return cls(sum(total_s for _, total_s in layers), above_s)
 
 
 def peak_rate_bounds_s(
@@ -41,12 +60,12 @@ def peak_rate_bounds_s(
     and the bubble. kind: under this schedule alone."""
     costs = CostModel(problems.cluster, build_mesh(problems.cluster, 1, 1))
     by_region = [_peak_rate_s(region.graph, costs) for region in problems.folded.regions]
-    layers = [by_region[i.region] for i in problems.folded.instances]
+    sums = LayerSums.of([by_region[i.region] for i in problems.folded.instances])
     bounds = []
     for degrees in tree.candidates:
         num_shards = degrees.degrees.batch_ranks * degrees.cp * degrees.tp * degrees.microbatches
         kinds = _kinds(tree, degrees) if kind is None else {kind}
-        bounds.append(least_step_s(degrees, kinds, layers) / num_shards)
+        bounds.append(least_step_s(degrees, kinds, sums) / num_shards)
     return np.array(bounds)
 
 
@@ -63,7 +82,7 @@ def kernels_bound_s(
     if degrees.tp > 1 and tables.sharded_fraction == 0:
         return float("inf")
     kinds = _kinds(tree, degrees) if kind is None else {kind}
-    return least_step_s(degrees, kinds, problems.fastest_s(strategies))
+    return least_step_s(degrees, kinds, LayerSums.of(problems.fastest_s(strategies)))
 
 
 @dataclass(frozen=True)
@@ -87,7 +106,7 @@ def kernel_sums(problems: PipelineProblems, strategies: Sequence[UniformStrategy
 
 
 def least_step_s(
-    degrees: UniformStrategy, kinds: Collection[ScheduleKind], layers: LayerSeconds
+    degrees: UniformStrategy, kinds: Collection[ScheduleKind], layers: LayerSums
 ) -> float:
     """No division of `layers` into stages makes a faster step under any of `kinds`.
 
@@ -96,19 +115,15 @@ def least_step_s(
     boundaries.
     """
     p, m = degrees.pp, degrees.microbatches
-    all_s = sum(total_s for _, total_s in layers)
+    all_s = layers.all_s
     bounds = []
     if ScheduleKind.GPIPE in kinds or ScheduleKind.ONE_F_ONE_B in kinds:
         bounds.append(all_s * bubble_factor(p, m, p - 1))
     if ScheduleKind.ZERO_BUBBLE in kinds:
-        seconds: dict[float, float] = {}
-        for forward_s, total_s in layers:
-            share = forward_s / total_s if total_s else 0.0
-            seconds[share] = seconds.get(share, 0.0) + total_s
-        above_s = [
-            (share, sum(s for other, s in seconds.items() if other >= share)) for share in seconds
+        least = [
+            all_s * m / p,
+            *(s * split_bubble_factor(p, m, share) for share, s in layers.above_s),
         ]
-        least = [all_s * m / p, *(s * split_bubble_factor(p, m, share) for share, s in above_s)]
         bounds.append(max(least))
     if any(kind in kinds for kind in SEVERAL_VIRTUAL_STAGES):
         bounds.append(all_s * m / p)

@@ -36,6 +36,7 @@ from meshfold.passes.pipeline.bounds import KernelSums
 from meshfold.passes.pipeline.problem import PipelineProblem
 from meshfold.passes.run.hull import FloatArray, IntArray
 from meshfold.passes.stages.answer import PipelinePlan
+from meshfold.passes.stages.fluid_paths import KnownMixes
 from meshfold.passes.stages.memory_bound import fluid_step_s
 from meshfold.passes.stages.moves import neighbours
 from meshfold.passes.stages.problem import LayerCosts, StageProblem
@@ -114,14 +115,15 @@ class InterleavedOutcome:
 
     def bound_s(self, step_s: float) -> float:
         """What is proven of the schedules that were tried, no more than step_s. The lowest is asked
-        for more until it has none, up to a CPU second for each."""
+        for more until it has none; chains that were priced for one serve all of its schedule."""
         queue = [(s.bound_s + launch_s, k) for k, (s, launch_s) in enumerate(self.searches)]
         heapq.heapify(queue)
         asked: set[int] = set()
+        known: KnownMixes = {}
         while queue and queue[0][0] < step_s and queue[0][1] not in asked:
             _, number = heapq.heappop(queue)
             asked.add(number)
-            heapq.heappush(queue, (_proven_s(*self.searches[number], step_s), number))
+            heapq.heappush(queue, (_proven_s(*self.searches[number], step_s, known), number))
         return min([step_s, *(bound_s for bound_s, _ in queue[:1])])
 
 
@@ -236,10 +238,12 @@ def _promising(offers: Sequence[_Offer], limit_s: float) -> Iterator[_Offer]:
         heapq.heappush(queue, (offer.estimate_s, number, True))
 
 
-def _proven_s(search: VirtualStageSearch, launch_s: float, step_s: float) -> float:
+def _proven_s(
+    search: VirtualStageSearch, launch_s: float, step_s: float, known: KnownMixes
+) -> float:
     schedule = search.schedule
     tolerance = 0.005 * min(1.0, schedule.num_devices / schedule.num_microbatches)
-    search.prove(step_s - launch_s, tolerance)
+    search.prove(step_s - launch_s, tolerance, known)
     return search.bound_s + launch_s
 
 

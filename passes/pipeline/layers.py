@@ -139,6 +139,10 @@ class StrategyCosts:
         return states + self.gathered_once_bytes + self.update_bytes
 
 
+Placed = dict[tuple[tuple[Parameter, ...], int], LayerParameters]
+"""By what a layer has of parameters, and ZeRO level."""
+
+
 @dataclass(frozen=True)
 class StageContext:
     """What a layer's costs depend on besides its table: the number of stages, the mesh of one, the
@@ -155,7 +159,7 @@ class StageContext:
     costs: CostModel
     optimizer: str
     is_all_on_host: bool = False
-    placed: dict[tuple[tuple[Parameter, ...], int], LayerParameters] = field(default_factory=dict)
+    placed: Placed = field(default_factory=dict)
 
     def place(self, parameters: tuple[Parameter, ...], zero: int) -> LayerParameters:
         """The parameters of a layer."""
@@ -168,8 +172,11 @@ class StageContext:
 
     def buckets_s(self, placed: LayerParameters, kind: str, *, is_once: bool = False) -> float:
         """Seconds of these collectives."""
-        buckets = placed.buckets(kind, is_once=is_once)
-        return sum(self.over(kind, num_bytes, axes) for axes, num_bytes in buckets)
+        key = kind, is_once
+        if key not in placed.seconds:
+            buckets = placed.buckets(kind, is_once=is_once)
+            placed.seconds[key] = sum(self.over(kind, size, axes) for axes, size in buckets)
+        return placed.seconds[key]
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,8 @@ class LayerParameters:
     final with every backward. alone, also_elsewhere: what the host would have of trained parameters
     that no other layer reads, and of the others.
 
+    seconds: of the collectives of one kind, as far as they are known (layers.StageContext).
+
     copies_forward_s, copies_backward_s, copies_once_s: seconds of copies into and out of buckets
     (passes/price/parameters.py) beyond those of a program without dp: with every forward and
     backward of a microbatch, and once per step.
@@ -148,6 +150,7 @@ class LayerParameters:
         self.alone = self.also_elsewhere = HostShare()
         self.tied: list[tuple[int, int]] = []
         self.copies_forward_s = self.copies_backward_s = self.copies_once_s = 0.0
+        self.seconds: dict[tuple[str, bool], float] = {}
         self._shared = Counter[tuple[str, bool, Axes]]()
         self._own = defaultdict[tuple[str, bool, Axes], list[int]](list)
         self._zero, self._mesh, self._costs = zero, mesh, costs.storage

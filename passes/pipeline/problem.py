@@ -44,6 +44,7 @@ from meshfold.passes.memory.typed_region import TypedRegion, saved_output_bytes
 from meshfold.passes.memory.zero import program_states
 from meshfold.passes.pipeline.layers import (
     PipelineLayer,
+    Placed,
     StageContext,
     StrategyCosts,
     microbatch_seconds,
@@ -127,10 +128,14 @@ class PipelineProblems:
         self._searches: dict[tuple[int, Degrees], MeshSearch] = {}
         self._caches: dict[int, SearchCache] = {}
         self._tables: dict[_TableKey, ProgramTables] = {}
+        self._programs: dict[tuple[int, Degrees, TpMode], ProgramTables] = {}
         self._layer_costs: dict[tuple[UniformStrategy, ...], list[list[StrategyCosts]]] = {}
         self.stage_searches: dict[UniformStrategy, MeshSearch] = {}
         self._fastest: dict[tuple[UniformStrategy, ...], list[tuple[float, float]]] = {}
         self._contexts: dict[tuple[int, Degrees], StageContext] = {}
+        self._placed: dict[
+            object, Placed
+        ] = {}  # alike for all stages with the same groups of ranks
 
     def within(self, options: CompileOptions) -> "PipelineProblems":
         """The same for other options, which share what is typed and priced. They may differ in the
@@ -143,9 +148,12 @@ class PipelineProblems:
     def tables(self, degrees: UniformStrategy, recomputes: Sequence[Recompute]) -> ProgramTables:
         """The typed program that the axes, microbatches and sequence_parallel ask for."""
         num_slices, words = degrees.dp * degrees.microbatches, tuple(sorted(recomputes))
-        key = num_slices, degrees.degrees._replace(dp=1, dp_shard=0), degrees.tp_mode, words
+        program = num_slices, degrees.degrees._replace(dp=1, dp_shard=0), degrees.tp_mode
+        if program not in self._programs:
+            self._programs[program] = self._typed(*program)
+        key = *program, words
         if key not in self._tables:
-            self._tables[key] = self._typed(*key)
+            self._tables[key] = replace(self._programs[program], recomputes=words)
         return self._tables[key]
 
     def problem(self, strategies: Sequence[UniformStrategy]) -> PipelineProblem:
@@ -229,9 +237,8 @@ class PipelineProblems:
 
     # Tables.
 
-    def _typed(
-        self, num_slices: int, degrees: Degrees, mode: TpMode, recomputes: Sequence[Recompute]
-    ) -> ProgramTables:
+    def _typed(self, num_slices: int, degrees: Degrees, mode: TpMode) -> ProgramTables:
+        """Under nothing that is recomputed, which changes no types."""
         folded = self.microbatches.graph(num_slices)
         key = num_slices, degrees
         if key not in self._searches:
@@ -258,7 +265,7 @@ class PipelineProblems:
         return ProgramTables(
             folded,
             layers,
-            tuple(recomputes),
+            (),
             crossing,
             states.buffers,
             states.inputs,
@@ -292,14 +299,23 @@ class PipelineProblems:
             link, network = costs.node_link, self.cluster.network
             return collective_s("all_reduce", num_bytes, group, link, network)
 
+        inner = Mesh(tuple(axis for axis in mesh.axes if axis.name != "pp"))
+        names = costs.storage.mesh.names
+        shapes = {
+            tuple(names[k] for k in axes): shape
+            for axes, shape in costs.storage.group_shapes.items()
+            if "pp" not in {names[k] for k in axes}
+        }
+        alike = inner, degrees.pp == 1, self.options.optimizer, tuple(shapes.items())
         return StageContext(
             degrees.pp,
-            Mesh(tuple(axis for axis in mesh.axes if axis.name != "pp")),
+            inner,
             min(1.0, degrees.pp / len(self.folded.instances)),
             over,
             over_holders,
             costs,
             self.options.optimizer,
+            placed=self._placed.setdefault(alike, {}),
         )
 
     def _hops_s(self, tables: ProgramTables, degrees: UniformStrategy) -> FloatArray:

@@ -14,6 +14,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import get_args
 
 from meshfold.cost_models.pipeline.schedules import Schedule, ScheduleKind
@@ -79,9 +80,16 @@ class PipelineTree:
         return several_stages_a_device(degrees.pp, degrees.microbatches, self.num_layers)
 
     def _offered(self, degrees: UniformStrategy) -> tuple[Schedule, ...]:
-        return offered_schedules(
-            degrees.pp, degrees.microbatches, self.num_layers, self.kind, self.num_virtual_stages
-        )
+        sizes = degrees.pp, degrees.microbatches
+        if sizes not in self._known:
+            of = *sizes, self.num_layers, self.kind, self.num_virtual_stages
+            self._known[sizes] = offered_schedules(*of)
+        return self._known[sizes]
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, int], tuple[Schedule, ...]]:
+        """By stages and microbatches, which many degrees share."""
+        return {}
 
     def strategies_of(self, degrees: UniformStrategy) -> list[UniformStrategy]:
         """What a layer may do under `degrees`."""

@@ -248,12 +248,15 @@ def _uniform_row(problems: PipelineProblems, tree: PipelineTree) -> tuple[Priced
     return (PricedStrategy("best uniform 3D", *of),)
 
 
+_NOTHING = SearchStats(0, 0, 0, lower_bound_s=math.inf, least_s=math.inf)
+
+
 def _stats(
     tree: PipelineTree, outcome: PipelineOutcome, without: Plan | None, best_s: float
 ) -> SearchStats:
     """Statistics of both searches together. best_s: of the best pipeline, as simulated."""
     best = outcome.best
-    earlier = without.search if without else SearchStats(0, 0, 0, lower_bound_s=float("inf"))
+    earlier = without.search if without else _NOTHING
     pruned = Counter(earlier.pruned) + Counter(tree.pruned) + Counter(outcome.pruned)
     left_out = {
         rule: n
@@ -262,8 +265,11 @@ def _stats(
     }
     left_out |= outcome.left_out
     lower_bound_s = min(outcome.lower_bound_s, earlier.lower_bound_s)
+    covered = outcome.found
     if best is not None and best.plan.schedule.num_virtual_stages > 1:
         lower_bound_s = outcome.several.bound_s(min(lower_bound_s, best.step_s))
+    else:
+        covered = tuple(x for x in covered if x.plan.schedule.num_virtual_stages == 1)
     meshes = earlier.meshes
     if best is not None and without is not None:
         simulated = without.step_s / best_s
@@ -276,6 +282,7 @@ def _stats(
         num_infeasible=earlier.num_infeasible + outcome.num_infeasible,
         pruned=dict(sorted(pruned.items())),
         lower_bound_s=lower_bound_s,
+        least_s=min([earlier.least_s, *(x.step_s for x in covered)]),
         gap_before=best.plan.gap_before if best else earlier.gap_before,
         unlimited_s=best.step_s if best else earlier.unlimited_s,
         capped=earlier.capped or bool(best and best.plan.capped),

@@ -39,25 +39,37 @@ from meshfold.passes.stages.virtual_stage_bounds import most_layers
 MAX_COLUMNS = 8192
 """Variables of the linear program; larger ones are not solved."""
 
-MAX_PRICED = 4500
-"""Passes of a schedule that all become variables: about a CPU second."""
+MAX_PRICED = 6500
+"""Passes of a schedule that all become variables: some 1.5 CPU seconds."""
+
+KnownMixes = dict[Schedule, list[PathMix]]
+"""Chains of a schedule are chains of every problem; what one was priced for bounds others, too."""
 
 
 def fluid_paths_bound_s(
-    problem: StageProblem, schedule: Schedule, times: StageTimes, limit_s: float, tolerance: float
+    problem: StageProblem,
+    schedule: Schedule,
+    times: StageTimes,
+    limit_s: float,
+    tolerance: float,
+    known: KnownMixes | None = None,
 ) -> float:
     """No plan under `schedule` is faster than this or limit_s; 0 where the program would be too
     large. times: of the stages of a good plan. tolerance: a bound this close to limit_s is enough.
+    known: takes up what is priced here.
     """
     columns = _columns(problem, schedule)
     if len(columns.stage) > MAX_COLUMNS:
         return 0.0
     program = _Program(problem, schedule, columns, limit_s)
     actions = schedule.actions()
+    priced = [] if known is None else known.setdefault(schedule, [])
     program.mixes += _chains(actions, times.between_devices(schedule), schedule)
+    program.mixes += priced
     bound_s = program.bound_s()
     if bound_s * (1 + tolerance) < limit_s and sum(map(len, actions)) <= MAX_PRICED:
         mix = priced_mix(actions, program.as_prices())
+        priced += [mix] if mix else []
         program.mixes += [mix] if mix else []
         bound_s = max(bound_s, program.bound_s())
     return bound_s

@@ -30,7 +30,7 @@ from meshfold.cost_models.pipeline.vector_makespan import interleaved_ends_s
 from meshfold.cost_models.pipeline.waves import Waves
 from meshfold.passes.run.hull import FloatArray
 from meshfold.passes.stages.answer import PipelinePlan, Stage
-from meshfold.passes.stages.fluid_paths import fluid_paths_bound_s
+from meshfold.passes.stages.fluid_paths import KnownMixes, fluid_paths_bound_s
 from meshfold.passes.stages.moves import BoundaryRows, neighbours
 from meshfold.passes.stages.problem import StageProblem
 from meshfold.passes.stages.solved import stage_times
@@ -77,14 +77,15 @@ class VirtualStageSearch:
         """The bound, no more than the step of the plan."""
         return min(self.bound_s, self.step_s)
 
-    def prove(self, limit_s: float, tolerance: float) -> None:
+    def prove(self, limit_s: float, tolerance: float, known: KnownMixes | None = None) -> None:
         """Raises the bound by what chains of passes prove, once a plan is found: no more than
-        limit_s and its step, and as far as the tolerance asks."""
+        limit_s and its step, and as far as the tolerance asks. known: see fluid_paths_bound_s."""
         beat_s = min(limit_s, self.step_s)
         if self._stages and self.bound_s * (1 + tolerance) < beat_s:
             hop_s = self.problem.hop_s[[stage.first for stage in self._stages[1:]]]
             times = stage_times(self._stages, hop_s)
-            proven_s = fluid_paths_bound_s(self.problem, self.schedule, times, beat_s, tolerance)
+            of = self.problem, self.schedule, times, beat_s, tolerance, known
+            proven_s = fluid_paths_bound_s(*of)
             self.bound_s = max(self.bound_s, min(beat_s, proven_s))
 
     def _search(self) -> None:

@@ -143,6 +143,7 @@ def test_sequences_are_as_long_as_the_model_takes(here: Path) -> None:
     ("name", "num_parameters"),
     [
         ("bert-large", 335_174_458),
+        ("deepseek-v3", 671_026_404_352),
         ("gpt2", 124_439_808),
         ("gpt3-175b", 174_604_836_864),
         ("llama-3-405b", 405_853_388_800),

@@ -16,10 +16,10 @@ from meshfold.ir.cluster import ClusterSpec
 from meshfold.ir.options import CompileOptions, ModeChoice
 from meshfold.ir.plan import Plan
 from meshfold.memory_probe.prober import OpProber
-from meshfold.passes.one_pass.rivals import LEAST_GAIN
+from meshfold.passes.one_pass.rivals import LEAST_GAIN, least_step_s
 from meshfold.passes.planner.assembly import PlanRequest
 from meshfold.passes.planner.find import find_finalists
-from meshfold.refine.finalists import fastest
+from meshfold.refine.finalists import by_link_s, fastest
 
 TP: Mapping[str, Any] = {"tp": 4, "sp": 1, "microbatches": 1}
 ANY: Mapping[str, Any] = {"microbatches": 1}
@@ -99,12 +99,27 @@ def test_micro_chunks_ask_for_mode_scheduled() -> None:
     assert plan.mode == "scheduled" and any(r.chunking.count == 2 for r in plan.regions)
 
 
-def finalists(options: CompileOptions) -> tuple[Plan, ...]:
+def finalists(options: CompileOptions, bytes_per_s: float = 1e11) -> tuple[Plan, ...]:
     graph, batch = captured_family("llama").graph, captured_family("llama").graph.batch_size
     assert batch
     return find_finalists(
-        PlanRequest(graph, cluster(1e11), options, "llama", batch, OpProber(), wants_rivals=True)
+        PlanRequest(
+            graph, cluster(bytes_per_s), options, "llama", batch, OpProber(), wants_rivals=True
+        )
     )
+
+
+@pytest.mark.parametrize(
+    "pins", [{}, {"reduce_bucket_bytes": "1GB", "allgather_bucket_bytes": "1GB"}]
+)
+def test_no_buckets_make_shards_move_faster(pins: Mapping[str, Any]) -> None:
+    options = CompileOptions(pins={**ANY, "dp": 4, "zero": 3, **pins})
+    (plan, *_) = finalists(options, 1e7)
+    step = plan.simulated
+    assert step is not None
+    bound_s = least_step_s(step.compute_s, by_link_s(plan), plan.cluster.overlap_slowdown)
+    found = fastest((plan,), captured_family("llama").graph, options).plan
+    assert 2 * step.compute_s < bound_s <= found.step_s * (1 + 1e-9)
 
 
 def test_a_rival_wins_where_it_is_faster_and_a_note_says_so() -> None:

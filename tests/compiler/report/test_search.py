@@ -44,6 +44,19 @@ def test_a_bound_below_the_simulated_step_is_plain() -> None:
     )
 
 
+def test_what_simulation_passed_over_is_told_from_what_is_unproven() -> None:
+    plan = simulated_in(0.4, "eager")
+    assert "unproven" not in proof_text(plan) and plan.unproven_gap == plan.gap
+    passed = replace(plan, search=replace(plan.search, least_s=0.3232))
+    assert passed.gap == plan.gap and passed.unproven_gap == pytest.approx(0.01)
+    words = "6.50 %, 1.00 % of it unproven: simulation passed over a plan that adds up to less"
+    assert words in proof_text(passed) and words.split(", ")[1] in page_of(summary_view(passed))
+    slower = replace(plan, search=replace(plan.search, least_s=0.5))
+    assert slower.unproven_gap == plan.gap
+    nothing = replace(plan, search=replace(plan.search, lower_bound_s=0.0))
+    assert nothing.unproven_gap == nothing.gap == float("inf")
+
+
 def test_overlap_inside_layers_is_not_bounded() -> None:
     assert proof_text(simulated_in(0.4, "scheduled")) == (
         "in the additive model, which is without overlap inside layers, no plan of this search is "

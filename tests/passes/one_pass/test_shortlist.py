@@ -94,6 +94,9 @@ def test_the_winner_need_not_be_the_best_by_the_sum(monkeypatch: pytest.MonkeyPa
     assert second.time.step_s == pytest.approx(2 * first.time.step_s)
     # The proof stays one of the sum.
     assert second.search.lower_bound_s == first.search.lower_bound_s and second.gap > 0.9
+    # What simulation passed over is known, and how far it is proven.
+    assert second.search.least_s == first.search.least_s == first.time.step_s
+    assert second.unproven_gap == first.unproven_gap == first.gap
 
 
 def test_waits_for_the_host_are_simulated() -> None:

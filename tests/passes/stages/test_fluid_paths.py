@@ -20,8 +20,8 @@ KINDS = (
 )
 
 
-def drawn(seed):
-    """(problem, schedule): 5 to 8 layers of up to 3 types on 2 devices."""
+def drawn(seed, like=None):
+    """(problem, schedule): 5 to 8 layers of up to 3 types on 2 devices. like: the schedule."""
     draws = np.random.default_rng(seed)
     types = [
         layer_costs(f"t{i}", draws, 2, sync=seed % 3 == 0, transient=seed % 4 == 0)
@@ -33,12 +33,12 @@ def drawn(seed):
     problem = StageProblem.build(
         tuple(LayerRun(layer, int(n)) for layer, n in zip(types, counts, strict=True)),
         num_stages=2,
-        num_microbatches=2 * int(draws.integers(2, 4)),
+        num_microbatches=like.num_microbatches if like else 2 * int(draws.integers(2, 4)),
         memory_bytes=draws.integers(80, 320, 2),
         hop_s=draws.integers(0, 6, num_layers - 1) * (seed % 2),
     )
     schedule = Schedule(KINDS[seed % len(KINDS)], 2, problem.num_microbatches, 2)
-    return problem, schedule
+    return problem, like or schedule
 
 
 def solved(problem, schedule):
@@ -72,6 +72,23 @@ def test_no_division_is_below_the_bound(seed):
     assert without_limit_s <= best_s * (1 + 1e-9)
     bound_s = fluid_paths_bound_s(problem, schedule, times, some_s, 0.0)
     assert min(bound_s, some_s) <= best_s * (1 + 1e-9)
+
+
+@settings(max_examples=25)
+@given(seeds)
+def test_chains_of_one_problem_bound_another(seed):
+    (problem, schedule), known = drawn(seed), {}
+    other, _ = drawn(seed + 1, like=schedule)
+    bounds_s = []
+    for of in (other, problem):
+        pipelines = solved(of, schedule)
+        if not pipelines:
+            return
+        times = times_of(of, pipelines[0][1])
+        bounds_s += [fluid_paths_bound_s(of, schedule, times, np.inf, 0.0, known)]
+        assert bounds_s[-1] <= min(step_s for step_s, _ in pipelines) * (1 + 1e-9)
+    alone_s = fluid_paths_bound_s(problem, schedule, times, np.inf, 0.0)
+    assert known[schedule] and alone_s <= bounds_s[-1] * (1 + 1e-9)
 
 
 @settings(max_examples=15)
