@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 from support.processes.pool import Pools
 from support.readme import MANY_CORES
-from support.sampling import seconds_of, without_unsampled
+from support.sampling import commit_number, not_their_turn, seconds_of, unsampled
 
 from meshfold.cost_models.hardware import shared_cores
 
@@ -51,8 +51,10 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What runs by default; under `-n`, what one worker runs, and what starts first."""
     if not config.getoption("exhaustive"):
-        items[:], left = without_unsampled(items)
-        config.hook.pytest_deselected(items=left)
+        left = unsampled(items) | not_their_turn(items, commit_number())
+        left -= {item for item in items if any(a.endswith(item.nodeid) for a in config.args)}
+        config.hook.pytest_deselected(items=list(left))
+        items[:] = [item for item in items if item not in left]
     groups = {item: _group(item) for item in items}
     seconds: Counter[str] = Counter()
     is_quick = "not slow" in config.getoption("markexpr")

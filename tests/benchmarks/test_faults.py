@@ -35,6 +35,7 @@ def test_the_table_counts_the_cases_that_hold() -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize(
     ("rows", "columns"), [("none,dies,late", "zero3"), ("hangs", "dp x tp"), ("too late", "pp")]
 )

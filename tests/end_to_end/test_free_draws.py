@@ -40,6 +40,7 @@ def failures(seed: int, pools: Pools) -> list[str]:
 
 @pytest.mark.multiprocess
 @pytest.mark.slow(20)
+@pytest.mark.rotated(4)
 @pytest.mark.parametrize("first", range(0, NUM_DRAWS, NUM_ALIKE))
 def test_what_the_search_picks_is_right(first: int, pools: Pools) -> None:
     seeds = sorted(range(first, first + NUM_ALIKE), key=lambda s: free_draw(s).cluster.num_devices)

@@ -10,8 +10,8 @@ from support.search.triples import DRAWN_BLOCKS, compared, draw_triple, outcome_
 from meshfold.ir.options import CompileOptions
 
 QUICK = 6
-
-
+LAST, ALIKE = 54, 6
+"""Draws before LAST run, as many in one test."""
 BUFFERS, MASKS, ONE_KEY_HEAD = 5001, 5043, 5100
 """Triples that found a buffer updated by a layer on tp, masks beside parts, and one key head
 repeated for more query heads than there are ranks."""
@@ -29,13 +29,11 @@ def test_what_is_planned_runs_and_is_right(seed: int, pools: Pools) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.slow(25)
-@pytest.mark.parametrize("first", range(QUICK, 57, 17))
-def test_more_of_what_is_planned_runs_and_is_right(
-    first: int, pools: Pools, pytestconfig: pytest.Config
-) -> None:
-    """Every third; others run in parts, below, and with more blocks."""
-    for seed in range(first, first + 17, 1 if pytestconfig.getoption("exhaustive") else 3):
+@pytest.mark.slow(12)
+@pytest.mark.rotated(4)
+@pytest.mark.parametrize("first", range(QUICK, LAST, ALIKE))
+def test_more_of_what_is_planned_runs_and_is_right(first: int, pools: Pools) -> None:
+    for seed in range(first, first + ALIKE):
         check(seed, pools)
 
 
@@ -46,16 +44,15 @@ def test_blocks_and_returns_of_all_kinds_run_and_are_right(seed: int, pools: Poo
 
 
 @pytest.mark.multiprocess
-@pytest.mark.slow(25)
-@pytest.mark.parametrize("first", range(DRAWN_BLOCKS + QUICK, DRAWN_BLOCKS + 57, 17))
-def test_more_blocks_and_returns_run_and_are_right(
-    first: int, pools: Pools, pytestconfig: pytest.Config
-) -> None:
-    """Every third in one mode, every third scheduled in parts."""
-    every = pytestconfig.getoption("exhaustive")
-    for seed in range(first, first + 17):
-        if every or seed % 3 < 2:
-            check(seed, pools, scheduled=seed % 3 == 1)
+@pytest.mark.slow(20)
+@pytest.mark.rotated(4)
+@pytest.mark.parametrize("first", range(DRAWN_BLOCKS + QUICK, DRAWN_BLOCKS + LAST, ALIKE))
+def test_more_blocks_and_returns_run_and_are_right(first: int, pools: Pools) -> None:
+    """In one mode, and every second scheduled in parts as well."""
+    for seed in range(first, first + ALIKE):
+        check(seed, pools)
+        if seed % 2:
+            check(seed, pools, scheduled=True)
 
 
 @pytest.mark.multiprocess
@@ -65,13 +62,11 @@ def test_scheduled_in_parts_it_is_right(seed: int, pools: Pools) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.slow(25)
-@pytest.mark.parametrize("first", range(QUICK, 57, 17))
-def test_more_of_it_scheduled_in_parts_is_right(
-    first: int, pools: Pools, pytestconfig: pytest.Config
-) -> None:
-    every = pytestconfig.getoption("exhaustive")
-    for seed in range(first + (0 if every else 1), first + 17, 1 if every else 3):
+@pytest.mark.slow(12)
+@pytest.mark.rotated(4)
+@pytest.mark.parametrize("first", range(QUICK, LAST, ALIKE))
+def test_more_of_it_scheduled_in_parts_is_right(first: int, pools: Pools) -> None:
+    for seed in range(first, first + ALIKE):
         check(seed, pools, scheduled=True)
 
 

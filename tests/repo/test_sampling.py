@@ -2,10 +2,13 @@
 
 from collections import Counter
 from itertools import combinations, product
+from pathlib import Path
 
 import pytest
-from support.sampling import Case, sample
+from support import sampling
+from support.sampling import Case, not_their_turn, sample
 
+pytest_plugins = ["pytester"]
 SIZES = {"family": 6, "pins": 13, "mode": 2, "parts": 3}
 
 
@@ -37,3 +40,36 @@ def test_what_is_kept_counts_and_what_is_rare_is_taken_whole() -> None:
     assert sample(cases, 1, kept=[1]) == {0, 1, 2}
     assert sample(cases, 1, kept=[0, 2]) == {0, 2}
     assert sample(cases[:1], 3) == {0}
+
+
+DRAWS = """
+import pytest
+
+SLOW = [pytest.param(k, marks=pytest.mark.slow) for k in range(1, 8)]
+
+@pytest.mark.rotated(3)
+@pytest.mark.parametrize("draw", [0, *SLOW])
+def test_draw(draw): pass
+
+def test_other(): pass
+"""
+
+
+def test_draws_take_turns(pytester: pytest.Pytester) -> None:
+    """What is quick, or no draw, is in every turn, and every slow draw in one of three."""
+    pytester.makeini("[pytest]\nmarkers =\n slow\n rotated")
+    items = pytester.getitems(DRAWS)
+    turns = [{i.name for i in items} - {i.name for i in not_their_turn(items, k)} for k in range(3)]
+    always = {"test_draw[0]", "test_other"}
+    assert set.intersection(*turns) == always
+    assert Counter(name for turn in turns for name in turn - always) == {
+        f"test_draw[{k}]": 1 for k in range(1, 8)
+    }
+    assert {len(turn) for turn in turns} == {4, 5}
+
+
+def test_without_a_repository_it_is_the_first_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "ROOT", tmp_path)
+    assert sampling.commit_number() == 0

@@ -8,26 +8,32 @@ Every value of every parameter is in two cases at least, where it has so many, a
 more parameters every two values of two of them are in one. If some are marked slow, the others are
 always among them, and cases whose mark says that they take longer are taken last. The choice is the
 same on every worker and in every run.
+
+    @pytest.mark.rotated(4)
+    @pytest.mark.parametrize("seed", ...)
+
+A quarter of the slow cases runs, which one is in the commit's name: a failure is there again in the
+next run of the same code, and other cases run after the next commit. A case that is named in full
+on the command line always runs.
 """
 
+import subprocess
 import zlib
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import combinations
 
 import pytest
 
+from support.tables import ROOT
+
 Case = Mapping[str, Hashable]
 
 
-def without_unsampled(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """(items that run by default, others), both in their order."""
-    matrices: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("sampled") and hasattr(item, "callspec"):
-            matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
+def unsampled(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """What is left out of samples."""
     left = set()
-    for cases in matrices.values():
+    for cases in _matrices(items, "sampled"):
         (times,) = cases[0].get_closest_marker("sampled").args
         values = _values(cases)
         # Equal for equal values: tests of one matrix choose the same, and share what they make.
@@ -37,7 +43,38 @@ def without_unsampled(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], 
         quick = [k for k, item in enumerate(cases) if not item.get_closest_marker("slow")]
         chosen = sample(values, times, quick if len(quick) < len(cases) else ())
         left |= {item for k, item in enumerate(cases) if k not in chosen}
-    return [item for item in items if item not in left], [item for item in items if item in left]
+    return left
+
+
+def not_their_turn(items: Sequence[pytest.Item], commit: int) -> set[pytest.Item]:
+    """What other commits run. commit: its name, as a number."""
+    left = set()
+    for cases in _matrices(items, "rotated"):
+        (parts,) = cases[0].get_closest_marker("rotated").args
+        slow = [item for item in cases if item.get_closest_marker("slow")]
+        # In an order without a period: a part has some of every parameter's values.
+        slow.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+        left |= {item for k, item in enumerate(slow) if k % parts != commit % parts}
+    return left
+
+
+def commit_number() -> int:
+    """The name of the checked out commit as a number; 0 outside a repository."""
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return 0
+    return int(found.stdout, 16)
+
+
+def _matrices(items: Sequence[pytest.Item], mark: str) -> Iterable[list[pytest.Item]]:
+    """The cases of every test with a mark."""
+    found: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker(mark) and hasattr(item, "callspec"):
+            found.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return found.values()
 
 
 def _values(items: Sequence[pytest.Item]) -> list[dict[str, str]]:

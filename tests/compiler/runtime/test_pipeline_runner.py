@@ -89,6 +89,7 @@ def schedules(p: int) -> list[Schedule]:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.rotated(2)
 @pytest.mark.parametrize(("family", "mesh", "chosen"), cases())
 def test_pipelines_compute_what_one_process_does(
     pools: Pools, family: str, mesh: str, chosen: Sequence[int]

@@ -193,6 +193,7 @@ def test_activations_in_bf16_beside_masters_leave() -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
+@pytest.mark.rotated(2)
 @pytest.mark.parametrize(
     ("ranks", "pins"),
     [

@@ -72,6 +72,7 @@ def emitted(family: str, plan: Plan) -> str:
         return f"refused: {line}"
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.parametrize(
     ("family", "pins"),
     [pytest.param(*c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES],
@@ -106,6 +107,7 @@ def programs_of(
     return programs
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.parametrize(
     ("family", "pins"),
     [
@@ -131,6 +133,7 @@ def test_what_is_not_refused_computes_what_one_process_does(
 
 
 @pytest.mark.multiprocess
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize(
     ("family", "pins"),
     [
