@@ -4,6 +4,7 @@ their backward: predicted and counted."""
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from support.programs.out_of_sight import Far, FarLink
 from torch import Tensor, nn
 
 import meshfold
-from meshfold.capture.pipeline import capture
+from meshfold.capture.pipeline import Captured, capture
 from meshfold.codegen.emit.region import emit_typed
 from meshfold.codegen.program.emitted import EmittedProgram
 from meshfold.cost_models.hardware.devices import cluster
@@ -89,10 +90,10 @@ class FarByLayer(Far):
 
 
 def offloaded_step(
-    model: nn.Module, batch: dict[str, Tensor], strategy: UniformStrategy
+    family: str, layers: int, strategy: UniformStrategy
 ) -> tuple[EmittedStep, Far, int]:
     """A step of rank 0, its host, and the predicted peak beside parameters and batch."""
-    step, predicted = step_without(model, batch, strategy, "optimizer")
+    step, predicted = step_without(family, layers, strategy, "optimizer")
     host = Far(step.runner.program, step.parameters)
     step.runner.host_side = host
     return step, host, predicted
@@ -105,24 +106,40 @@ def makes_no_copies(step: EmittedStep) -> bool:
 
 
 def step_by_layer(
-    model: nn.Module, batch: dict[str, Tensor], strategy: UniformStrategy
+    family: str, layers: int, strategy: UniformStrategy
 ) -> tuple[EmittedStep, FarByLayer, int]:
     """The same with parameters that come layer by layer."""
-    step, predicted = step_without(model, batch, strategy, "parameters")
+    step, predicted = step_without(family, layers, strategy, "parameters")
     host = FarByLayer(step.runner.program, step.parameters)
     step.known += [*host.stored.values()]
     step.runner.host_side = host
     return step, host, predicted
 
 
+def model_of(family: str, layers: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    return stack_model(layers, 64, 4) if family == "stack" else tiny_model(family, layers=layers)
+
+
+@cache
+def captured_of(family: str, layers: int) -> Captured:
+    return capture(*model_of(family, layers))
+
+
+@cache
+def search_of(family: str, layers: int, dp: int, tp: int) -> MeshSearch:
+    spec = cluster(f"local-cpux{dp * tp}")
+    batch_size = next(iter(model_of(family, layers)[1].values())).shape[0]
+    graph = captured_of(family, layers).graph
+    return MeshSearch(graph, spec, build_mesh(spec, dp, tp), batch_size)
+
+
 def step_without(
-    model: nn.Module, batch: dict[str, Tensor], strategy: UniformStrategy, offload: Offload
+    family: str, layers: int, strategy: UniformStrategy, offload: Offload
 ) -> tuple[EmittedStep, int]:
     """A step of rank 0, and the predicted peak beside parameters and batch."""
-    captured = capture(model, batch)
-    spec = cluster(f"local-cpux{strategy.dp * strategy.tp}")
-    mesh = build_mesh(spec, strategy.dp, strategy.tp)
-    search = MeshSearch(captured.graph, spec, mesh, next(iter(batch.values())).shape[0])
+    model, batch = model_of(family, layers)
+    captured = captured_of(family, layers)
+    search = search_of(family, layers, strategy.dp, strategy.tp)
     typed = search.solve(zero=strategy.zero, mode=strategy.tp_mode)
     found, _ = MemoryModel(search.costs, OpProber()).step(
         captured.graph,
@@ -144,7 +161,7 @@ def step_without(
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda x: x.label)
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_the_peak_is_without_gradients_and_states(family: str, strategy: UniformStrategy) -> None:
-    step, _, predicted = offloaded_step(*tiny_model(family), strategy)
+    step, _, predicted = offloaded_step(family, 2, strategy)
     counted = step.counted_peak_bytes()
     assert 0.97 * counted <= predicted <= (1.06 if makes_no_copies(step) else 1.03) * counted
 
@@ -155,12 +172,12 @@ def test_the_peak_is_with_the_parameters_of_two_layers(
     family: str, strategy: UniformStrategy
 ) -> None:
     """Of eight layers; a tied embedding is there all the time."""
-    step, host, predicted = step_by_layer(*tiny_model(family, layers=8), strategy)
+    step, host, predicted = step_by_layer(family, 8, strategy)
     counted = step.counted_peak_bytes()
     assert 0.97 * counted <= predicted <= (1.06 if makes_no_copies(step) else 1.03) * counted
     layers = sum(p.nbytes for name, p in host.stored.items() if ".1." in name)
     assert layers
-    staying, _, _ = offloaded_step(*tiny_model(family, layers=8), strategy)
+    staying, _, _ = offloaded_step(family, 8, strategy)
     all_bytes = sum(p.nbytes for p in host.stored.values())
     assert staying.counted_peak_bytes() + all_bytes >= counted + 4 * layers
 
@@ -169,10 +186,10 @@ def test_the_peak_is_with_the_parameters_of_two_layers(
 def test_gradients_leave_behind_the_region_that_made_them(strategy: UniformStrategy) -> None:
     """Of eight layers' gradients those of two or three are there at once. Under ZeRO 2 as much is
     released of what was gathered as comes of shards: the peak is where the backward begins."""
-    model, batch = stack_model(8, 64, 4)
-    step, host, _ = offloaded_step(model, batch, strategy)
+    step, host, _ = offloaded_step("stack", 8, strategy)
     layer_bytes = sum(p.nbytes for p in step.parameters.values()) // 8
-    here = EmittedStep(model, capture(model, batch), step.runner.program, batch)
+    model, batch = model_of("stack", 8)
+    here = EmittedStep(model, captured_of("stack", 8), step.runner.program, batch)
     less = here.counted_peak_bytes() - step.counted_peak_bytes()
     assert less >= (0 if strategy.zero == 2 else 4 * layer_bytes)
     layers = [int(name.split(".")[1]) for name in host.order]
@@ -184,8 +201,7 @@ def test_gradients_leave_behind_the_region_that_made_them(strategy: UniformStrat
 def test_the_peak_is_without_what_layers_save(family: str, strategy: UniformStrategy) -> None:
     """Eight layers, so that what they save is most of the peak. A copy that takes its time is
     charged as long as the next layer runs; here none does. The loss is not predicted: 8 bytes."""
-    model, batch = tiny_model(family, layers=8)
-    step, predicted = step_without(model, batch, strategy, "activations")
+    step, predicted = step_without(family, 8, strategy, "activations")
     whole = step.counted_peak_bytes()
     step.runner.host_link = FarLink()
     counted = step.counted_peak_bytes()
