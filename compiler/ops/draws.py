@@ -64,7 +64,7 @@ def alike_draw(
 ) -> Tensor:
     """What ops of `kind`, "uniform" or "normal", draw where all draw alike."""
     index = torch.arange(math.prod(size), device=device).reshape(size)
-    return _NUMBERS[kind](index, _ALIKE, dtype)
+    return _NUMBERS[kind](index, _ALIKE, dtype, index.numel())
 
 
 def local_draw(
@@ -81,7 +81,12 @@ def local_draw(
     so that no two ops of a step draw the same; shape: on all ranks together; digits: per dim."""
     index = global_indices(context, shape, digits, batch_slice)
     key = _ALIKE if alike else stream_key(*context.rng, *site)
-    return _NUMBERS[kind](index, key, dtype)
+    return _NUMBERS[kind](index, key, dtype, num_elements(shape, batch_slice))
+
+
+def num_elements(shape: tuple[int, ...], batch_slice: BatchSlice) -> int:
+    """Of the tensor of the full batch. shape: of a microbatch on all ranks."""
+    return math.prod(shape) * batch_slice[2]
 
 
 def global_indices(

@@ -23,7 +23,7 @@ from meshfold.ops.collective_matmul import all_gather_matmul, matmul_reduce_scat
 from meshfold.ops.counter_rng import keep_mask, stream_key
 from meshfold.ops.distributed_cumsum import cumsum
 from meshfold.ops.distributed_index import put_rows, take_rows
-from meshfold.ops.draws import BatchSlice, index_summands, local_draw
+from meshfold.ops.draws import BatchSlice, index_summands, local_draw, num_elements
 from meshfold.ops.embedding_bag import local_bags
 from meshfold.ops.expert_dispatch import combine, dispatch
 from meshfold.ops.fused.linear_cross_entropy import linear_class_losses
@@ -264,7 +264,8 @@ def dropout_mask(
             is_cut = d == longest
             index = index + (summand.narrow(0, first, count) if is_cut else summand)
         part = mask.narrow(longest, first, count) if sizes else mask
-        part.copy_(keep_mask(index, key, 1.0 - probability))
+        whole = num_elements(shape, batch_slice)
+        part.copy_(keep_mask(index, key, 1.0 - probability, whole))
     return mask
 
 
