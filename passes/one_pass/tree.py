@@ -108,7 +108,7 @@ class SearchSpec:
     """Sizes of the sequences that the model passes on; cp is offered where it divides one."""
 
     experts: Collection[int] = ()
-    """Numbers of experts of the layers; ep is offered where it divides them all, without cp."""
+    """Numbers of experts of the layers; ep is offered where it divides them all."""
 
     mode: Mode = "eager"
     """In which the program runs."""
@@ -154,14 +154,12 @@ def grow_tree(spec: SearchSpec) -> Tree:
 def _choices_of_axes(spec: SearchSpec) -> list[Degrees]:
     """dp x ep x cp x tp = devices, by rising ep, cp, then tp."""
     n = spec.num_devices
-    without = [
-        Degrees(n // cp // tp, cp, tp)
-        for cp in divisors(n)
+    everything = [
+        Degrees(n // ep // cp // tp, cp, tp, ep)
+        for ep in divisors(n)
+        for cp in divisors(n // ep)
         if cp == 1 or any(size % cp == 0 for size in spec.sequences)
-        for tp in divisors(n // cp)
-    ]
-    everything = without + [
-        Degrees(n // ep // tp, 1, tp, ep) for ep in divisors(n)[1:] for tp in divisors(n // ep)
+        for tp in divisors(n // ep // cp)
     ]
     return [x for degrees in everything for x in _choices_of_shards(degrees, spec)]
 
@@ -221,7 +219,7 @@ def strategies_on(degrees: Degrees) -> Iterator[UniformStrategy]:
 
 def _modes(degrees: Degrees) -> list[tuple[bool, bool]]:
     """What tp may do, as (sequence_parallel, batch_on_tp). Beside cp it does not
-    take the batch: cp is there because there is none left to shard; nor with ep."""
+    take the batch: cp is there because there is none left to shard; nor beside ep."""
     modes = [(False, False), (True, False), (False, True)]
     takes_batch = degrees.cp == degrees.ep == 1
     return modes[: (3 if takes_batch else 2) if degrees.tp > 1 else 1]

@@ -155,8 +155,9 @@ def _are_swaps(layouts: Sequence[Layout]) -> NDArray[np.bool_]:
 
 
 def _stops(layout: Layout) -> list[Layout]:
-    """The layout with one of its shards Invariant instead."""
-    return [(*layout[:k], INVARIANT, *layout[k + 1 :]) for k, t in enumerate(layout) if t.is_shard]
+    """The layout with one of its shards Invariant instead; rows stay with their experts."""
+    shards = (k for k, t in enumerate(layout) if t.kind == "S")
+    return [(*layout[:k], INVARIANT, *layout[k + 1 :]) for k in shards]
 
 
 class _Paths:

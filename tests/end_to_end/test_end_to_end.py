@@ -63,6 +63,7 @@ EXPERT_PINS = {
     "ep x tp": (4, {"dp": 1, "ep": 2, "tp": 2, "zero": 0, "sp": 0}),
     "ep x tp+sp": (4, {"dp": 1, "ep": 2, "tp": 2, "zero": 3, "sp": 1}),
     "zero3 x ep": (4, {"dp": 2, "ep": 2, "tp": 1, "zero": 3}),
+    "zero3 x ep x cp": (4, {"dp": 1, "ep": 2, "cp": 2, "tp": 1, "zero": 3}),
 }
 """The same where tokens travel to their experts."""
 
@@ -230,6 +231,7 @@ def test_with_the_sequence_sharded_loss_and_every_gradient_equal_one_process(
 
 
 @pytest.mark.slow
+@pytest.mark.rotated(2)
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 @pytest.mark.parametrize("strategy", EXPERT_PINS)
 def test_with_experts_shared_loss_and_every_gradient_equal_one_process(

@@ -36,8 +36,9 @@ def captured(family: str) -> tuple[nn.Module, dict[str, Tensor], Captured]:
 
 def emitted(family: str, degrees: Degrees, zero: int) -> EmittedProgram:
     _, _, found = captured(family)
-    cluster = resolve_cluster("local-cpu", degrees.dp * degrees.ep * degrees.tp)
-    mesh = build_mesh(cluster, degrees.dp, degrees.tp, ep=degrees.ep)
+    dp, cp, tp, ep, _ = degrees
+    cluster = resolve_cluster("local-cpu", dp * cp * tp * ep)
+    mesh = build_mesh(cluster, dp, tp, cp=cp, ep=ep)
     search = MeshSearch(found.graph, cluster, mesh, BATCH)
     typed = search.solve(zero=zero, mode="tensor")
     return emit_typed(found.graph, typed.typings, search.costs)
@@ -48,6 +49,8 @@ def emitted(family: str, degrees: Degrees, zero: int) -> EmittedProgram:
     [
         (Degrees(ep=4), 0),
         (Degrees(dp=2, ep=2), 3),
+        (Degrees(ep=2, cp=2, tp=2), 0),
+        pytest.param(Degrees(ep=2, cp=2), 3, marks=pytest.mark.slow),
         pytest.param(Degrees(dp=2, ep=2), 0, marks=pytest.mark.slow),
         pytest.param(Degrees(ep=2, tp=2), 0, marks=pytest.mark.slow),
         pytest.param(Degrees(dp=2, ep=2, tp=2), 3, marks=pytest.mark.slow),
