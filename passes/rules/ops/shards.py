@@ -11,7 +11,7 @@ leave it out (OpLabels.drops_padding). Granules that no shard splits go with it:
 in a fused projection to q, k and v, 3 blocks of 25 granules of 64 rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 from meshfold.ir.op_graph import Op, OpGraph
@@ -104,14 +104,18 @@ def grown_shardings(
                 for v, t in zip((*op.operands, *op.outputs), shards, strict=True):
                     if t is None:
                         continue
-                    extent = graph.values[v].shape[t.dim]
-                    granules = extent // (t.blocks * t.unit) if t.padded else 0
-                    candidate = t.dim, t.blocks, granules
+                    candidate = candidate_of(graph.values[v].shape, t)
                     if candidate not in found[v]:
                         found[v].add(candidate)
                         near = (*graph.users[v], graph.producers[v])
                         waiting.update(j for j in near if j >= 0 and labels[j])
     return tuple(map(frozenset, found)), shardings
+
+
+def candidate_of(shape: Sequence[int], shard: SpmdType) -> ShardCandidate:
+    """What asks for a shard of a tensor."""
+    granules = shape[shard.dim] // (shard.blocks * shard.unit) if shard.padded else 0
+    return shard.dim, shard.blocks, granules
 
 
 def _seed_padding(
@@ -136,11 +140,11 @@ def new_shardings(
     op: Op,
     spec: OpLabels,
     divisions: Divisions,
-    candidates: Sequence[AbstractSet[ShardCandidate]],
+    candidates: Sequence[AbstractSet[ShardCandidate]] | Mapping[int, AbstractSet[ShardCandidate]],
     known: Shardings,
 ) -> list[Shards]:
-    """Adds to `known` every (label, shard) that a candidate of some operand or output asks for;
-    returns the shards of those that were added and that all tensors can have."""
+    """Adds to `known` every (label, shard) that a candidate of some operand or output asks for
+    (candidates: by value); returns the shards of those that were added and that all tensors can have."""
     values = (*op.operands, *op.outputs)
     wanted = {
         (carried[0], (carried[1] * blocks, granules))
