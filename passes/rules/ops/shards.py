@@ -143,8 +143,8 @@ def new_shardings(
     candidates: Sequence[AbstractSet[ShardCandidate]] | Mapping[int, AbstractSet[ShardCandidate]],
     known: Shardings,
 ) -> list[Shards]:
-    """Adds to `known` every (label, shard) that a candidate of some operand or output asks for
-    (candidates: by value); returns the shards of those that were added and that all tensors can have."""
+    """Adds to `known` every (label, shard) that a candidate of some operand or output asks for, all
+    by value; returns the shards of those that were added and that all tensors can have."""
     values = (*op.operands, *op.outputs)
     wanted = {
         (carried[0], (carried[1] * blocks, granules))
