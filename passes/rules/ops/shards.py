@@ -125,13 +125,19 @@ def _seed_padding(
     divisions: Divisions,
     found: Sequence[set[ShardCandidate]],
 ) -> None:
-    """Adds the dims that an op itself may have padded."""
+    """Adds the dims that an op itself may have padded: key heads where query heads do not divide,
+    either."""
+    carriers: dict[str, list[tuple[int, int, int]]] = {}
     for v, dims in zip((*op.operands, *op.outputs), (*spec.inputs, *spec.outputs), strict=True):
         for d, carried in enumerate(dims):
-            extent = graph.values[v].shape[d]
-            if carried is None or carried[0] not in spec.pads | spec.heads:
-                continue
-            if divisions(extent, PADDED if carried[0] in spec.pads else GRANULES):
+            if carried is not None and carried[0] in spec.pads | spec.heads:
+                places = carriers.setdefault(carried[0], [])
+                places.append((graph.values[v].shape[d], v, d))
+    for label, places in carriers.items():
+        if label in spec.heads and divisions(max(places)[0], 1):
+            continue
+        for extent, v, d in places:
+            if divisions(extent, PADDED if label in spec.pads else GRANULES):
                 found[v].add((d, 1, extent))
 
 
