@@ -32,6 +32,7 @@ from meshfold.capture.rewrites.expert_dispatch import with_dispatch
 from meshfold.capture.rewrites.expert_linear import join_experts
 from meshfold.capture.rewrites.gated_products import with_gated_products
 from meshfold.capture.rewrites.gelu_formulas import with_gelus
+from meshfold.capture.rewrites.grouped_queries import with_grouped_queries
 from meshfold.capture.rewrites.masked_scatter import share_scatters
 from meshfold.capture.rewrites.narrow_logits import with_narrow_logits
 from meshfold.capture.rewrites.ordered_indices import plain_indices
@@ -307,7 +308,8 @@ def _traced(
 
 def _lean(program: RawProgram) -> RawProgram:
     """`program` that keeps less for its backward, and computes the same."""
-    return with_narrow_logits(with_gated_products(with_gelus(with_norms(program))))
+    grouped = with_grouped_queries(program)
+    return with_narrow_logits(with_gated_products(with_gelus(with_norms(grouped))))
 
 
 def _fold(

@@ -22,6 +22,7 @@ from meshfold.ir.plan import Plan
 from meshfold.ir.step_events import Event, RegionEvents
 from meshfold.passes.events.bucketing import bucketed_events, sizes_of
 from meshfold.passes.events.region import bytes_inside, coalesced, region_events
+from meshfold.passes.memory.region import MemoryModel
 from meshfold.passes.price.region import RegionPricer
 
 Inside = Mapping[int | tuple[int, Step], tuple[int, int]]
@@ -39,7 +40,7 @@ def with_program_events(
     if plan.events is None or not (plan.mode == "scheduled" or has_matmuls):
         return plan
     memo = memo or EmissionMemo(folded, plan)
-    costs, probe = memo.costs, memo.probe
+    costs, model = memo.costs, MemoryModel(memo.costs, memo.probe)
     program = emit(folded, plan, memo=memo)
     written: list[RegionEvents] = []
     instances = [0] * len(program.programs)
@@ -50,7 +51,7 @@ def with_program_events(
         floats = program.folded.first_floats[region.region]
         if plan.regions[region.region].collective_matmul:
             pricer = RegionPricer(region.ops, region.typing, price.rules, costs)
-            arguments = events.name, region.typing, region.slots, pricer, probe, floats
+            arguments = events.name, region.typing, region.slots, pricer, model, floats
             events = region_events(*arguments).events
         at: dict[ChunkedBoundary, int] = {}
         for k in like:
@@ -60,7 +61,7 @@ def with_program_events(
                 written.append(events)
             instances[k] = at[boundary]
         if region.schedule is not None:
-            inside = bytes_inside(region.typing, region.slots, price.ops, costs, probe, floats)
+            inside = bytes_inside(region.typing, region.slots, price.ops, model, floats)
             for boundary, place in at.items():
                 written[place] = _Writer(events, region, price, inside, boundary).write()
     found = replace(plan.events, regions=tuple(written), instances=tuple(instances))

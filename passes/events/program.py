@@ -39,9 +39,12 @@ def program_events(
     update, and of what the step waits for the host. offloads: per region; None: nothing on hosts.
     memory_model, reads: if at hand."""
     reads = reads or program_reads(folded)
-    written, numbers = written_regions(folded, typings, pricers, costs, probe, reads)
-    states = program_states(folded, typings, costs.mesh, offloads, reads, optimizer=optimizer)
     memory_model = memory_model or MemoryModel(costs, probe)
+    # One that meshes with other replicas share has the bytes of these, but not their conversions.
+    is_own = memory_model.costs.mesh == costs.mesh
+    tracing = memory_model if is_own else MemoryModel(costs, probe)
+    written, numbers = written_regions(folded, typings, pricers, tracing, reads)
+    states = program_states(folded, typings, costs.mesh, offloads, reads, optimizer=optimizer)
     memory = memory_model.instances(folded, typings, offloads, reads)
     outputs = [
         (o.source.instance, o.source.output)
@@ -67,12 +70,12 @@ def written_regions(
     folded: FoldedGraph,
     typings: Sequence[RegionTyping],
     pricers: Sequence[RegionPricer],
-    costs: CostModel,
-    probe: Probe,
+    model: MemoryModel,
     reads: ProgramReads,
     microbatch: Microbatch = Microbatch.ONLY,
 ) -> tuple[list[PricedRegion], list[int]]:
-    """(events per region and layouts that arrive, number of them per instance)."""
+    """(events per region and layouts that arrive, number of them per instance). model: as for
+    region_events."""
     regions: dict[tuple[int, tuple[Layout, ...]], int] = {}
     written: list[PricedRegion] = []
     numbers = []
@@ -86,7 +89,7 @@ def written_regions(
             variant = sum(region == r for region, _ in regions)
             regions[key] = len(written)
             name = folded.regions[r].name + (f".{variant}" if variant else "")
-            of_region = typings[r], key[1], pricers[r], probe, instance.floats, costs, microbatch
+            of_region = typings[r], key[1], pricers[r], model, instance.floats, microbatch
             written.append(region_events(name, *of_region))
         numbers.append(regions[key])
     return written, numbers

@@ -16,14 +16,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
-from meshfold.cost_models.memory.live_ranges import LocalProgram, RegionTrace, trace_region
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.conversion_step import Step
 from meshfold.ir.op_graph import OpGraph
 from meshfold.ir.spmd import Layout
 from meshfold.ir.step_events import CollectiveEvent, Event, ParameterGroupEvents, RegionEvents
 from meshfold.ir.strategy import RegionTyping
-from meshfold.passes.memory.local_program import LocalProgramBuilder, Probe
+from meshfold.passes.memory.region import MemoryModel, TracedRegion
 from meshfold.passes.price.conversions import COLLECTIVES, step_actions
 from meshfold.passes.price.op_time import InsideCollective, OpTimer
 from meshfold.passes.price.parameter_groups import (
@@ -85,66 +84,65 @@ def region_events(
     typing: RegionTyping,
     arriving: tuple[Layout, ...],
     pricer: RegionPricer,
-    probe: Probe,
+    model: MemoryModel,
     floats: Sequence[float],
-    costs: CostModel | None = None,
     microbatch: Microbatch = Microbatch.ONLY,
 ) -> PricedRegion:
     """The events of one instance whose values arrive as `arriving`. pricer: of the same ops under
-    the same rules; floats: its bindings; costs: of its mesh with the replicas of HSDP, which those
-    of the pricer need not know; microbatch: that they are of."""
-    costs = costs or pricer.costs
-    builder = LocalProgramBuilder(pricer.graph, typing, arriving, costs, probe, floats)
-    return _Writer(name, pricer, builder, microbatch).write()
+    the same rules; model: on its mesh with the replicas of HSDP, which the pricer need not know;
+    floats: its bindings; microbatch: that they are of."""
+    traced = model.traced(pricer.graph, typing, arriving, floats)
+    return _Writer(name, pricer, typing, arriving, traced, model.costs, microbatch).write()
 
 
 def bytes_inside(
     typing: RegionTyping,
     arriving: tuple[Layout, ...],
     graph: OpGraph,
-    costs: CostModel,
-    probe: Probe,
+    model: MemoryModel,
     floats: Sequence[float],
 ) -> dict[int | tuple[int, Step], tuple[int, int]]:
     """Bytes alive inside an instance at the worst moment of each op and each step of a conversion,
     forward and backward, in the order of the graph. Arguments are those of region_events."""
-    builder = LocalProgramBuilder(graph, typing, arriving, costs, probe, floats)
-    trace = trace_region(builder.build())
-    pairs = zip(trace.forward_bytes, trace.backward_bytes, strict=True)
-    return dict(zip(builder.origins, pairs, strict=True))
+    traced = model.traced(graph, typing, arriving, floats)
+    pairs = zip(traced.trace.forward_bytes, traced.trace.backward_bytes, strict=True)
+    return dict(zip(traced.origins, pairs, strict=True))
 
 
 class _Writer:
-    """builder: has not built its program yet."""
+    """traced: with the values arriving as said."""
 
     def __init__(
         self,
         name: str,
         pricer: RegionPricer,
-        builder: LocalProgramBuilder,
+        typing: RegionTyping,
+        arriving: tuple[Layout, ...],
+        traced: TracedRegion,
+        costs: CostModel,
         microbatch: Microbatch = Microbatch.ONLY,
     ) -> None:
         self.name = name
         self.microbatch = microbatch
         self.pricer = pricer
-        self.costs = builder.costs
-        self.mesh = self.costs.mesh
+        self.costs = costs
+        self.mesh = costs.mesh
         self.graph = pricer.graph
-        self.builder = builder
-        self.typing, self.arriving = builder.typing, builder.arriving
-        self.program: LocalProgram = builder.build()
-        self.trace: RegionTrace = trace_region(self.program)
+        self.typing, self.arriving = typing, arriving
+        self.traced = traced
+        self.program, self.trace = traced.program, traced.trace
         self.storage = self.costs.storage
         self.stored = [self.mesh.on_storage(x) for x in self.arriving]
         groups: dict[ParameterGroupKey, list[tuple[int, Layout]]] = {}
-        for v, used in self.builder.uses:
+        for v, used in self.traced.materialized:
             read = self.mesh.on_storage(used)
             key = parameter_group_key(v, self.graph.values[v], self.stored[v], read, self.storage)
             if key is not None:
                 groups.setdefault(key, []).append((v, used))
         self.groups = list(groups.items())
+        tensor_of = traced.materialized
         self.group_of = {
-            self.builder.uses[use]: b for b, (_, uses) in enumerate(self.groups) for use in uses
+            tensor_of[use]: b for b, (_, uses) in enumerate(self.groups) for use in uses
         }
         self.opened_at = self._opened_at()
         self.copies = [self._copies(key, uses) for key, uses in self.groups]
@@ -215,7 +213,7 @@ class _Writer:
             return False
         if self.trace.recompute_at >= 0:
             return True
-        members = {self.builder.uses[use] for use in self.groups[b][1]}
+        members = {self.traced.materialized[use] for use in self.groups[b][1]}
         return any(members & needs for needs in self.trace.needs)
 
     def _group_events(self, b: int) -> ParameterGroupEvents:
@@ -302,7 +300,7 @@ class _Writer:
 
     def _step_forward(self, k: int, *, recomputed: bool = False) -> Iterator[_Work]:
         """The forward of a step; the first one, or one that is recomputed."""
-        origin = self.builder.origins[k]
+        origin = self.traced.origins[k]
         if not isinstance(origin, int):
             yield from self._conversion(origin, 0)
             return
@@ -312,7 +310,7 @@ class _Writer:
 
     def _step_backward(self, k: int) -> Iterator[_Work]:
         """The backward of a step."""
-        origin = self.builder.origins[k]
+        origin = self.traced.origins[k]
         if not isinstance(origin, int):
             yield from self._conversion(origin, 1)
             return

@@ -17,6 +17,7 @@ from meshfold.passes.events.program import reduced_at_end, written_regions
 from meshfold.passes.events.region import Microbatch
 from meshfold.passes.graph.reads import program_reads
 from meshfold.passes.memory.local_program import Probe
+from meshfold.passes.memory.region import MemoryModel
 from meshfold.passes.price.region import RegionPricer
 
 
@@ -32,7 +33,7 @@ def stage_events(
 ) -> list[StageEvents]:
     """The events of every stage. folded: of one microbatch of a rank; typings, pricers: per region,
     on the mesh of one stage, which costs are of; first: the first instance of each stage."""
-    of_program = folded, typings, pricers, costs, probe, program_reads(folded)
+    of_program = folded, typings, pricers, MemoryModel(costs, probe), program_reads(folded)
     is_only = num_microbatches == 1
     edge, numbers = written_regions(*of_program, Microbatch.ONLY if is_only else Microbatch.EDGE)
     inner = edge if is_only else written_regions(*of_program, Microbatch.INNER)[0]

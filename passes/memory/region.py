@@ -13,7 +13,13 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from meshfold.cost_models.memory.live_ranges import LocalProgram, RegionMemory, simulate_region
+from meshfold.cost_models.memory.live_ranges import (
+    LocalProgram,
+    RegionMemory,
+    RegionTrace,
+    simulate_region,
+    trace_region,
+)
 from meshfold.cost_models.memory.parameter_uses import ParameterUse
 from meshfold.cost_models.memory.step_memory import (
     NO_LOSS,
@@ -50,6 +56,9 @@ _Key = tuple[int, tuple[OpTyping, ...], tuple[Layout, ...], tuple[Layout, ...]]
 """(id of the graph, what its ops do, layouts that leave and that arrive)."""
 
 
+_MemoryKey = tuple[_Key, Recompute, KeptResults]
+
+
 @dataclass(frozen=True, eq=False)
 class SimulatedRegion:
     """The simulated memory of a region, which its instances share."""
@@ -58,6 +67,18 @@ class SimulatedRegion:
     """Referred to since its id is a key."""
     memory: RegionMemory
     uses: Uses
+
+
+@dataclass(frozen=True, eq=False)
+class TracedRegion:
+    """The local program of a region and its memory over time."""
+
+    program: LocalProgram
+    trace: RegionTrace
+    origins: tuple[Origin, ...]
+    """What each step of the program is."""
+    materialized: Mapping[tuple[int, Layout], int]
+    """Tensors that the runtime makes of parameters: (slot, used layout) -> tensor."""
 
 
 class MemoryModel:
@@ -70,7 +91,8 @@ class MemoryModel:
     def __init__(self, costs: CostModel, probe: Probe) -> None:
         self.costs = costs
         self.probe = probe
-        self._regions: dict[tuple[_Key, Recompute, KeptResults], SimulatedRegion] = {}
+        self._regions: dict[_MemoryKey, SimulatedRegion] = {}
+        self._traced: dict[_MemoryKey, TracedRegion] = {}
         self._latest: _Written | None = None
 
     def step(
@@ -197,13 +219,32 @@ class MemoryModel:
         arriving: tuple[Layout, ...],
         floats: Sequence[float],
     ) -> SimulatedRegion:
-        key = id(graph), typing.ops, typing.outputs, arriving
-        found = self._regions.get((key, typing.recompute, typing.kept))
+        key = _key(graph, typing, arriving), typing.recompute, typing.kept
+        found = self._regions.get(key)
         if found is None:
             written = self._written(graph, typing, arriving, floats)
             memory = simulate_region(written.under(typing))
-            found = SimulatedRegion(graph, memory, written.uses)
-            self._regions[key, typing.recompute, typing.kept] = found
+            found = self._regions[key] = SimulatedRegion(graph, memory, written.uses)
+        return found
+
+    def traced(
+        self,
+        graph: OpGraph,
+        typing: RegionTyping,
+        arriving: tuple[Layout, ...],
+        floats: Sequence[float],
+    ) -> TracedRegion:
+        """One instance over time, its values arriving as said. For the few programs that are
+        simulated: a trace is many times what is known of a region otherwise."""
+        key = _key(graph, typing, arriving), typing.recompute, typing.kept
+        found = self._traced.get(key)
+        if found is None:
+            written = self._written(graph, typing, arriving, floats)
+            program = written.under(typing)
+            trace = trace_region(program)
+            found = TracedRegion(program, trace, written.origins, written.materialized)
+            self._traced[key] = found
+            self._regions[key] = SimulatedRegion(graph, trace.memory, written.uses)
         return found
 
     def _written(
@@ -214,12 +255,17 @@ class MemoryModel:
         floats: Sequence[float],
     ) -> "_Written":
         """The local program. The same is asked for next: recomputation runs it in another order."""
-        key = id(graph), typing.ops, typing.outputs, arriving
+        key = _key(graph, typing, arriving)
         if self._latest is None or self._latest.key != key:
             new = LocalProgramBuilder(graph, typing, arriving, self.costs, self.probe, floats)
             program = new.build()
-            self._latest = _Written(key, graph, program, new.parameter_uses(), tuple(new.origins))
+            uses = new.parameter_uses()
+            self._latest = _Written(key, graph, program, uses, tuple(new.origins), new.uses)
         return self._latest
+
+
+def _key(graph: OpGraph, typing: RegionTyping, arriving: tuple[Layout, ...]) -> _Key:
+    return id(graph), typing.ops, typing.outputs, arriving
 
 
 def loss_instance(folded: FoldedGraph) -> int:
@@ -239,6 +285,7 @@ class _Written:
     program: LocalProgram
     uses: Uses
     origins: tuple[Origin, ...]
+    materialized: Mapping[tuple[int, Layout], int]
 
     def under(self, typing: RegionTyping) -> LocalProgram:
         """The program with the recomputation of `typing`."""

@@ -147,11 +147,11 @@ def host_traffic(
     )
 
 
-def slot_facts(folded: FoldedGraph) -> list[SlotFacts]:
-    """The facts of every region."""
+def slot_facts(folded: FoldedGraph, reads: ProgramReads) -> list[SlotFacts]:
+    """The facts of every region. reads: of `folded`."""
     tied: list[frozenset[int]] = [frozenset()] * len(folded.regions)
     first: list[frozenset[int] | None] = [None] * len(folded.regions)
-    for instance, of in zip(folded.instances, program_reads(folded).instances, strict=True):
+    for instance, of in zip(folded.instances, reads.instances, strict=True):
         r, before = instance.region, first[instance.region]
         # The slices of a parameter are stored alike, too.
         tied[r] |= of.tied.keys() | {i for i, s in enumerate(instance.sources) if s.slice}

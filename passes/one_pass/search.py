@@ -219,7 +219,7 @@ class MeshPlanner:
 
     @cached_property
     def _facts(self) -> list[SlotFacts]:
-        return slot_facts(self.folded)
+        return slot_facts(self.folded, self.reads)
 
     @cached_property
     def _shards(self) -> dict[TpMode, list[dict[int, Layout]]]:

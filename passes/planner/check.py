@@ -10,13 +10,14 @@ from dataclasses import replace
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.cost_models.simulation.step import simulate
 from meshfold.errors import PlanMismatchError
+from meshfold.gc_pause import collector_paused
 from meshfold.ir.mesh import Mesh
 from meshfold.ir.op_graph import FoldedGraph, OpGraph, SlotKind
 from meshfold.ir.plan import ParameterPlacement, Plan, RegionPlan, SearchStats
-from meshfold.ir.step_events import StepEvents
 from meshfold.ir.strategy import UPDATED_BY_HOST, Offload, RegionTyping
 from meshfold.passes.events.bucketing import bucketed_events, sizes_of
 from meshfold.passes.events.program import program_events
+from meshfold.passes.graph.reads import ProgramReads, program_reads
 from meshfold.passes.graph.typed import layouts_of_values
 from meshfold.passes.graph.variants import planned_graph
 from meshfold.passes.memory.local_program import Probe
@@ -35,6 +36,11 @@ def price_plan(folded: FoldedGraph, plan: Plan, probe: Probe) -> Plan:
 
     Raises PlanMismatchError naming region and op (or slot) where a type breaks the rules.
     """
+    with collector_paused():
+        return _priced(folded, plan, probe)
+
+
+def _priced(folded: FoldedGraph, plan: Plan, probe: Probe) -> Plan:
     if plan.schedule:
         raise PlanMismatchError(
             f"{plan.strategy.label}: a plan with stages or microbatches cannot be priced from "
@@ -50,9 +56,23 @@ def price_plan(folded: FoldedGraph, plan: Plan, probe: Probe) -> Plan:
             split.regions, typings, check_plan_types(split, plan), strict=True
         )
     ]
-    model = MemoryModel(costs, probe)
+    model, reads = MemoryModel(costs, probe), program_reads(split)
     prices = _prices(split, typings, pricers, model)
-    prices = _with_hosts(split, typings, prices, offloads, model)
+    prices = _with_hosts(split, typings, prices, offloads, model, reads)
+    time = estimate_step(split, typings, prices, costs, plan.optimizer, offloads, reads)
+    events = program_events(
+        split,
+        typings,
+        pricers,
+        costs,
+        probe,
+        optimizer=plan.optimizer,
+        optimizer_s=time.optimizer_s + host_waits_s(split, prices),
+        offloads=offloads,
+        memory_model=model,
+        reads=reads,
+    )
+    events = bucketed_events(events, sizes_of(plan), costs)
     memory, saved_bytes = model.step(
         split,
         typings,
@@ -60,16 +80,14 @@ def price_plan(folded: FoldedGraph, plan: Plan, probe: Probe) -> Plan:
         reserve_bytes=plan.cluster.reserve_bytes,
         capacity_bytes=plan.memory.capacity,
         offloads=offloads,
+        reads=reads,
     )
-    time = estimate_step(split, typings, prices, costs, plan.optimizer, offloads)
-    end_s = time.optimizer_s + host_waits_s(split, prices)
-    events = _events(split, plan, pricers, costs, probe, end_s)
     priced = zip(split.regions, plan.regions, prices, saved_bytes, strict=True)
     return replace(
         plan,
         time=time,
         memory=memory,
-        simulated=simulate(events).step if events else None,
+        simulated=simulate(events).step,
         events=events,
         regions=tuple(
             _priced_region(region.graph, planned, price, saved, plan.mesh)
@@ -97,36 +115,13 @@ def _prices(
     ]
 
 
-def _events(
-    split: FoldedGraph,
-    plan: Plan,
-    pricers: Sequence[RegionPricer],
-    costs: CostModel,
-    probe: Probe,
-    optimizer_s: float,
-) -> StepEvents:
-    """The events of a step."""
-    typings = [region.typing for region in plan.regions]
-    optimizer = plan.optimizer
-    events = program_events(
-        split,
-        typings,
-        pricers,
-        costs,
-        probe,
-        optimizer=optimizer,
-        optimizer_s=optimizer_s,
-        offloads=[region.strategy.offload for region in plan.regions],
-    )
-    return bucketed_events(events, sizes_of(plan), costs)
-
-
 def _with_hosts(
     split: FoldedGraph,
     typings: Sequence[RegionTyping],
     prices: Sequence[RegionPrice],
     offloads: Sequence[Offload],
     model: MemoryModel,
+    reads: ProgramReads,
 ) -> list[RegionPrice]:
     """The prices with what offloaded regions send to their host. Raises PlanMismatchError where the
     link to it is unknown."""
@@ -142,7 +137,9 @@ def _with_hosts(
                 f"and host, its memory or its disk; give {name} of the devices in the plan's "
                 "cluster"
             )
-    facts = slot_facts(split)
+    if all(offload == "none" for offload in offloads):
+        return list(prices)
+    facts = slot_facts(split, reads)
     found = []
     for r, (price, offload) in enumerate(zip(prices, offloads, strict=True)):
         if offload != "none":

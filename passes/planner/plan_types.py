@@ -115,15 +115,16 @@ def _check_copies(graph: OpGraph, planned: RegionPlan, mesh: Mesh) -> None:
 def _check_legal(graph: OpGraph, planned: RegionPlan, mesh: Mesh) -> None:
     """Layouts that shapes allow, and that can be between regions."""
     _check_copies(graph, planned, mesh)
-    for at, value, layout in _layouts(graph, planned):
-        check_layout(at, value.shape, layout, mesh)
+    for at, _, layout in _layouts(graph, planned):
         for axis, t in zip(mesh.axes, layout, strict=True):
             if axis.name == PIPELINE_AXIS and t != INVARIANT:
                 raise PlanMismatchError(f"{at}: {t} on axis pp, over which stages alone differ")
     between = [*enumerate(planned.typing.slots)]
     between += zip(graph.outputs, planned.typing.outputs, strict=True)
     for v, layout in between:
-        where = f"region {planned.name}, {value_name(graph, v)}: {layout_text(layout)}"
+        at = f"region {planned.name}, {value_name(graph, v)}"
+        check_layout(at, graph.values[v].shape, layout, mesh)
+        where = f"{at}: {layout_text(layout)}"
         is_parameter = v < len(graph.slots) and graph.slots[v].kind is SlotKind.PARAMETER
         if any(t.padded for t in layout) and not is_parameter:
             raise PlanMismatchError(f"{where} pads a dim; only parameters are stored so")

@@ -84,11 +84,12 @@ def plain_masks(program: RawProgram) -> RawProgram:
 
 def _mask(op: RawOp) -> Operand | None:
     """The mask of an attention that has one."""
-    found = _named(op).get("attn_mask") if op.target == ATTENTION else None
+    found = named_arguments(op).get("attn_mask") if op.target == ATTENTION else None
     return found if isinstance(found, Operand) else None
 
 
-def _named(op: RawOp) -> dict[str, RawArg]:
+def named_arguments(op: RawOp) -> dict[str, RawArg]:
+    """The arguments of an attention by name."""
     return dict(zip(_PARAMETERS, op.args, strict=False)) | dict(op.kwargs)
 
 
@@ -96,7 +97,7 @@ def _without_mask(op: RawOp, program: RawProgram, known: Mapping[Key, Known]) ->
     mask = _mask(op)
     if mask is None or program.values[mask.key].dtype != "bool":
         return op
-    given = _named(op)
+    given = named_arguments(op)
     rows, keys = (program.values[given[name].key].shape[-2] for name in ("query", "key"))
     # One flag for all keys, or rows, is broadcast: no triangle of this attention.
     is_square = rows == keys and program.values[mask.key].shape[-2:] == (rows, keys)

@@ -11,7 +11,7 @@ leave it out (OpLabels.drops_padding). Granules that no shard splits go with it:
 in a fused projection to q, k and v, 3 blocks of 25 granules of 64 rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 from meshfold.ir.op_graph import Op, OpGraph
@@ -104,14 +104,18 @@ def grown_shardings(
                 for v, t in zip((*op.operands, *op.outputs), shards, strict=True):
                     if t is None:
                         continue
-                    extent = graph.values[v].shape[t.dim]
-                    granules = extent // (t.blocks * t.unit) if t.padded else 0
-                    candidate = t.dim, t.blocks, granules
+                    candidate = candidate_of(graph.values[v].shape, t)
                     if candidate not in found[v]:
                         found[v].add(candidate)
                         near = (*graph.users[v], graph.producers[v])
                         waiting.update(j for j in near if j >= 0 and labels[j])
     return tuple(map(frozenset, found)), shardings
+
+
+def candidate_of(shape: Sequence[int], shard: SpmdType) -> ShardCandidate:
+    """What asks for a shard of a tensor."""
+    granules = shape[shard.dim] // (shard.blocks * shard.unit) if shard.padded else 0
+    return shard.dim, shard.blocks, granules
 
 
 def _seed_padding(
@@ -121,13 +125,19 @@ def _seed_padding(
     divisions: Divisions,
     found: Sequence[set[ShardCandidate]],
 ) -> None:
-    """Adds the dims that an op itself may have padded."""
+    """Adds the dims that an op itself may have padded: key heads where query heads do not divide,
+    either."""
+    carriers: dict[str, list[tuple[int, int, int]]] = {}
     for v, dims in zip((*op.operands, *op.outputs), (*spec.inputs, *spec.outputs), strict=True):
         for d, carried in enumerate(dims):
-            extent = graph.values[v].shape[d]
-            if carried is None or carried[0] not in spec.pads | spec.heads:
-                continue
-            if divisions(extent, PADDED if carried[0] in spec.pads else GRANULES):
+            if carried is not None and carried[0] in spec.pads | spec.heads:
+                places = carriers.setdefault(carried[0], [])
+                places.append((graph.values[v].shape[d], v, d))
+    for label, places in carriers.items():
+        if label in spec.heads and divisions(max(places)[0], 1):
+            continue
+        for extent, v, d in places:
+            if divisions(extent, PADDED if label in spec.pads else GRANULES):
                 found[v].add((d, 1, extent))
 
 
@@ -136,11 +146,11 @@ def new_shardings(
     op: Op,
     spec: OpLabels,
     divisions: Divisions,
-    candidates: Sequence[AbstractSet[ShardCandidate]],
+    candidates: Sequence[AbstractSet[ShardCandidate]] | Mapping[int, AbstractSet[ShardCandidate]],
     known: Shardings,
 ) -> list[Shards]:
-    """Adds to `known` every (label, shard) that a candidate of some operand or output asks for;
-    returns the shards of those that were added and that all tensors can have."""
+    """Adds to `known` every (label, shard) that a candidate of some operand or output asks for, all
+    by value; returns the shards of those that were added and that all tensors can have."""
     values = (*op.operands, *op.outputs)
     wanted = {
         (carried[0], (carried[1] * blocks, granules))

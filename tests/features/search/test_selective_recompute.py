@@ -54,7 +54,7 @@ def test_selective_is_below_the_mix_of_keeping_all_and_nothing(
         added_s, most_s = (p.compute_s + p.graph_s for p in (chosen.price, all_s))
         share = (kept[0] - kept[1]) / (kept[0] - kept[2])
         assert 0.0 < share < 1.0 and added_s < share * most_s
-        events = region_events("r", of, of.slots, pricer, PROBER, floats).events
+        events = region_events("r", of, of.slots, pricer, model, floats).events
         assert model.recompute_price(region, of, floats, pricer) == chosen.price
         again_s = sum(
             e.collective.seconds if e.collective else e.seconds for e in events.recomputed

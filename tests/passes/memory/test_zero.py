@@ -188,7 +188,7 @@ def test_parameters_that_come_by_layer_come_twice() -> None:
 
 def test_zero_2_stores_shards_and_keeps_what_it_gathers() -> None:
     of = planner("llama", 4, 1)
-    graph, facts = of.folded.regions[1].graph, slot_facts(of.folded)[1]
+    graph, facts = of.folded.regions[1].graph, slot_facts(of.folded, of.reads)[1]
     none, _, two, three = (layer_leaf(of, UniformStrategy(dp=4, zero=z)) for z in range(4))
     shards = zero_layouts(graph, none.typing, of.mesh, gathered_axes(graph, none.typing, of.mesh))
     assert shards.keys() == facts.first

@@ -74,7 +74,7 @@ def test_leaves_have_the_figures_of_their_own_typing(family: str, dp: int, tp: i
     for region, candidates in enumerate(of.candidates):
         graph = of.folded.regions[region].graph
         for candidate in (x for x in candidates if x.strategy.offload == "none"):
-            first = slot_facts(of.folded)[region].first
+            first = slot_facts(of.folded, of.reads)[region].first
             stored = {
                 i: stored_bytes(graph.values[i], candidate.typing.slots[i], of.mesh.sizes)
                 for i in first
