@@ -60,6 +60,8 @@ class InstanceMemory:
     """Whether gathered parameters are released between forward and backward."""
     by_layer_bytes: int = 0
     """Of parameters that come from the host for each of its forward and backward."""
+    sliced_bytes: int = 0
+    """Of gradients of slices of parameters, which are put together behind the backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +308,7 @@ class _Timeline:
 
     def _add_parameter_gradients(self) -> int:
         """Gradients that stay, and reduce-scatters that are in flight one region longer. Returns
-        the bytes of all .grad at the end: a parameter with several uses has one."""
+        the bytes of gradients at the end: a parameter with several uses has one."""
         total = 0
         final: dict[str, int] = {}
         for i in reversed(range(len(self.instances))):
@@ -322,7 +324,8 @@ class _Timeline:
             self.gradients.add(t + 1, self.last, resident)
             self.in_flight.add(t + 1, min(t + 1, self.last), in_flight)
             self.last_resident = resident
-        return total + sum(final.values())
+        # What slices are put together of is in buffers that other gradients stay in.
+        return total + sum(final.values()) + sum(i.sliced_bytes for i in self.instances)
 
     def sums_of_uses(self) -> list[_Moment]:
         """When two gradients of one parameter are added up, those from buckets at the end."""
