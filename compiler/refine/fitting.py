@@ -1,8 +1,8 @@
 """The fastest program that fits its memory budget as it is emitted.
 
 The search counts memory region by region. The program that runs may have more: pinned buckets, an
-order of mode scheduled, what is gathered ahead. Where no finalist fits as emitted, in no mode, what
-is missing is taken off the budget of another search, until one does.
+order of mode scheduled, what is gathered ahead. Where no finalist fits as emitted, in no mode, that
+is taken off the budget of another search, until one does.
 """
 
 from dataclasses import replace
@@ -29,21 +29,23 @@ def fastest_that_fits(request: PlanRequest, progress: Progress | None = None) ->
     """
     finalists = find_finalists(request, progress)
     first, won = finalists[0], _refined(finalists, request)
-    budget = asked = first.memory.capacity
-    tightest = won.plan
+    if won.plan.memory.fits:
+        return won
+    budget = high = first.memory.capacity
+    low, tightest = 0, won.plan
     for _ in range(MOST_SEARCHES):
-        if won.plan.memory.fits:
-            return _noted(won, first, tightest) if asked < budget else won
-        asked -= won.plan.memory.peak - budget
-        if won.plan.memory.peak < tightest.memory.peak:
-            tightest = won.plan
-        if asked <= 0:
-            break
+        # What is left beside what is emitted, or half way to where nothing is found.
+        asked = min(high - 1, budget - won.plan.memory.emitted)
+        asked = asked if asked > low else (low + high) // 2
         try:
             finalists = find_finalists(within(request, asked), progress)
         except InfeasibleError:
-            break
-        won = _refined([_in_budget(plan, budget) for plan in finalists], request)
+            low = asked
+            continue
+        won, high = _refined([_in_budget(plan, budget) for plan in finalists], request), asked
+        if won.plan.memory.fits:
+            return _noted(won, first, tightest)
+        tightest = min(tightest, won.plan, key=lambda plan: plan.memory.peak)
     raise _refusal(tightest)
 
 
