@@ -31,11 +31,10 @@ from meshfold.memory_probe.prober import OpProber
 from meshfold.passes.fold.assemble import fingerprint
 from meshfold.passes.planner.assembly import PlanRequest
 from meshfold.passes.planner.best_mesh import Progress
-from meshfold.passes.planner.find import find_finalists, with_memory_note
+from meshfold.passes.planner.find import with_memory_note
 from meshfold.passes.planner.shared_work import SharedWork
-from meshfold.passes.split.as_planned import as_planned
 from meshfold.plan_file.io import load_plan
-from meshfold.refine.finalists import fastest
+from meshfold.refine.fitting import fastest_that_fits
 from meshfold.training.agreement import NUM_COMPARED, agreed_states, states_text
 from meshfold.training.call_arguments import named_inputs
 from meshfold.training.compiled_model import CompiledModel
@@ -182,8 +181,7 @@ def plan_captured(
         shared or SharedWork(),
         wants_rivals=True,
     )
-    finalists = find_finalists(request, progress)
-    won = fastest(finalists, as_planned(captured.graph, finalists[0]), options)
+    won = fastest_that_fits(request, progress)
     priced = with_memory_note(won.finalist, request, prices_memory=prices_memory)
     return replace(won.plan, notes=(*won.plan.notes, *priced.notes[len(won.finalist.notes) :]))
 

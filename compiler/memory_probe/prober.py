@@ -33,6 +33,7 @@ from meshfold.memory_probe.dropout import emitted_dropout
 from meshfold.memory_probe.linear import linear_at_size, linear_samples
 from meshfold.memory_probe.pointwise import at_size, pointwise_sample
 from meshfold.memory_probe.recurrence import at_length, recurrence_samples
+from meshfold.ops.expert_linear import expert_linear_scratch_bytes
 from meshfold.ops.functions import FunctionOp
 from meshfold.ops.registry import torch_target
 from meshfold.torch_compat.dtypes import dtype_name, torch_constant, torch_dtype
@@ -47,6 +48,10 @@ DEVICE_OPS = frozenset(
         "meshfold.embedding_bag.default",
     }
 )
+
+WORST_SCRATCH = {"meshfold.expert_linear.default": expert_linear_scratch_bytes}
+"""Ops that hold more inside, depending on values, than tensors without storage tell: the most they
+may hold forward and backward, of their operands."""
 
 TRAINED_BATCH_NORM = "aten._native_batch_norm_legit_functional.default"
 
@@ -105,7 +110,14 @@ def _run(key: ProbeKey, device: torch.device) -> OpProbe:
     run = _Run(key, device)
     run.forward()
     run.backward()
-    return run.result()
+    found = run.result()
+    scratch_bytes = WORST_SCRATCH.get(key.target)
+    if scratch_bytes is None:
+        return found
+    forward_bytes, backward_bytes = scratch_bytes(*run.operands)
+    return replace(
+        found, forward_scratch_bytes=forward_bytes, backward_scratch_bytes=backward_bytes
+    )
 
 
 def _run_custom(key: ProbeKey, saved_bytes: OfShapes | None) -> OpProbe:

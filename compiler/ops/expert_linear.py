@@ -118,6 +118,20 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 expert_linear.register_autograd(_backward, setup_context=_keep)
 
 
+def expert_linear_scratch_bytes(
+    x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None = None
+) -> tuple[int, int]:
+    """The most that the op may hold inside, forward and backward, whatever the routing: all rows
+    may be those of one expert. Their order, its rows of x, and its product or its rows of the
+    gradient; with a bias the product twice."""
+    num_rows, columns = x.shape
+    (width,) = set(weight.shape[1:]) - {columns} or {columns}
+    order_bytes = num_rows * ids.element_size()
+    both = num_rows * (columns + width) * x.element_size() + order_bytes
+    summed = 2 * num_rows * width * x.element_size() + order_bytes
+    return (both if bias is None else max(both, summed)), both
+
+
 def _rows_by_expert(ids: Tensor, num_experts: int) -> Iterator[tuple[int, Tensor]]:
     """(expert, its rows in order) of every expert that has any."""
     order = ids.argsort(stable=True)

@@ -5,7 +5,8 @@
     each of them refined (meshfold.refine.pipeline) in mode eager and in mode scheduled, unless its
                  kernels and collectives take too long in any order, or hardly any are inside of
                  regions, which is all that the modes do otherwise
-    the fastest  what comes first stays unless another is LEAST_GAIN faster; eager comes first
+    the fastest  what comes first stays unless another is LEAST_GAIN faster, or it does not fit as
+                 emitted; eager comes first
 
 Stages of a pipeline are simulated alike in both modes, so they run in mode eager.
 """
@@ -106,7 +107,7 @@ class _Refined:
         Its kernels and collectives that stay take least_step_s in any order, and all that
         modes hide otherwise are these collectives; buckets gain what they gain here, which a
         pipeline does not tell: its gradients are reduced once, whatever their buckets."""
-        if plan.simulated is None:
+        if plan.simulated is None or not self.best.memory.fits:
             return True
         inside_s, slowdown = _inside_s(plan), plan.cluster.overlap_slowdown
         wanted_s = (1 - LEAST_GAIN) * self.best.step_s
@@ -180,7 +181,7 @@ def by_link_s(plan: Plan) -> Mapping[str, float]:
 
 
 def _is_faster(found: Plan, best: Plan, gain: float = LEAST_GAIN) -> bool:
-    """Whether it is worth taking, faster by the share `gain`, and fits."""
-    simulated = found.simulated
-    fits = simulated is None or simulated.peak_bytes <= found.memory.capacity
-    return fits and found.step_s < (1 - gain) * best.step_s
+    """Whether it is worth taking: it fits, and is faster by the share `gain`, or the best one does
+    not fit."""
+    gains = found.step_s < (1 - gain) * best.step_s
+    return found.memory.fits and (gains or not best.memory.fits)

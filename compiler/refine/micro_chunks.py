@@ -120,7 +120,7 @@ class _Chances:
 def is_better(found: Plan, best: Plan) -> bool:
     assert found.simulated is not None and best.simulated is not None
     gains = found.simulated.step_s < best.simulated.step_s * (1 - LEAST_GAIN)
-    return gains and found.simulated.peak_bytes <= found.memory.capacity
+    return gains and found.memory.fits
 
 
 def by_time(plan: Plan) -> list[int]:

@@ -15,12 +15,11 @@ from meshfold.codegen.program.emitted import RegionProgram
 from meshfold.codegen.program.region_schedule import ActionKind, ChunkedBoundary, RegionSchedule
 from meshfold.codegen.schedule.list_scheduling import costs_of_regions
 from meshfold.codegen.schedule.segment_costs import SegmentCosts
-from meshfold.cost_models.simulation.step import simulate
 from meshfold.ir.conversion_step import Step
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.plan import Plan
 from meshfold.ir.step_events import Event, RegionEvents
-from meshfold.passes.events.bucketing import bucketed_events, sizes_of
+from meshfold.passes.events.bucketing import bucketed_events, sizes_of, with_events
 from meshfold.passes.events.region import bytes_inside, coalesced, region_events
 from meshfold.passes.memory.region import MemoryModel
 from meshfold.passes.price.region import RegionPricer
@@ -65,8 +64,7 @@ def with_program_events(
             for boundary, place in at.items():
                 written[place] = _Writer(events, region, price, inside, boundary).write()
     found = replace(plan.events, regions=tuple(written), instances=tuple(instances))
-    step = bucketed_events(found, sizes_of(plan), costs)
-    return replace(plan, events=step, simulated=simulate(step).step)
+    return with_events(plan, bucketed_events(found, sizes_of(plan), costs))
 
 
 class _Writer:

@@ -35,6 +35,7 @@ COMPONENTS = (
     ("B", "buckets", "buckets"),
     ("L", "loss", "loss"),
     ("T", "transient", "transient"),
+    ("E", "emitted program", "emitted"),
     ("R", "reserve", "reserve"),
 )
 """(letter, for people, field of MemoryEstimate) of all that adds up to the peak."""

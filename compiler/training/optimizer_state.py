@@ -51,7 +51,7 @@ def encoded_optimizer(
             else:
                 parts: dict[str, Tensor] = {}
                 nodes[name][key] = encoded(value, where, parts)
-                _check_numbers(model, {where: tuple(x.shape) for where, x in parts.items()})
+                _check_numbers(model, name, {w: tuple(x.shape) for w, x in parts.items()})
                 own |= parts
     return SavedOptimizer(_kind(optimizer), groups, nodes)
 
@@ -90,7 +90,7 @@ def check_optimizer(
             raise OptionError(f"{name} was in {was} of the optimizer, and is in {now_in}; {_ALIKE}")
         shapes = {where: index.tensors[where].shape for where in _tensors(saved, name, index)}
         whole = model.global_shape(name)
-        _check_numbers(model, {w: shape for w, shape in shapes.items() if shape != whole})
+        _check_numbers(model, name, {w: shape for w, shape in shapes.items() if shape != whole})
     return saved
 
 
@@ -123,9 +123,14 @@ def restore(
     }
     for name, parameter in model.named_parameters():
         optimizer.state.pop(parameter, None)
-        device = parameter.device if id(parameter) in read_by_kernels else None
+        is_read = id(parameter) in read_by_kernels
         if values := state.get(name):
-            here = {k: x.to(device) if isinstance(x, Tensor) else x for k, x in values.items()}
+            here = {
+                k: x.to(parameter.device)
+                if isinstance(x, Tensor) and (is_read or x.numel() > 1)
+                else x
+                for k, x in values.items()
+            }
             if isinstance(optimizer, LowPrecisionStates):
                 optimizer.pack(parameter, here)
             else:
@@ -179,11 +184,17 @@ def _tensors(saved: SavedOptimizer, name: str, index: Index) -> Iterator[str]:
             yield where
 
 
-def _check_numbers(model: CompiledModel, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuses what ranks that hold shards cannot share."""
-    for where, shape in shapes.items():
-        if torch.Size(shape).numel() > 1 and model.plan.world_size > 1:
-            raise OptionError(
-                f"{where} has shape {list(shape)}, neither its parameter's nor one number, so what "
-                "belongs to which rank is unknown; save or load the model alone"
-            )
+def _check_numbers(model: CompiledModel, name: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuses states of the parameter `name` that ranks which hold shards of it cannot share. Those
+    of a whole parameter, as Adafactor's rows and columns, every rank has alike."""
+    many = {where: shape for where, shape in shapes.items() if torch.Size(shape).numel() > 1}
+    if not many or model.plan.world_size == 1:
+        return
+    if tuple(dict(model.named_parameters())[name].shape) == tuple(model.global_shape(name)):
+        return
+    where, shape = next(iter(many.items()))
+    raise OptionError(
+        f"{where} has shape {list(shape)}, neither its parameter's nor one number, so what "
+        "belongs to which rank is unknown; save or load the model alone, or train under a plan "
+        "where ranks have whole parameters"
+    )

@@ -15,7 +15,8 @@ The head is an instance like any other. Also alive, over ranges of moments:
 
     values between instances   from their making to the last reader, or to the backward of the
                                first instance that saves them; one count per storage
-    their gradients            from the backward of the last reader to that of the maker
+    their gradients            from the backward of the last reader to that of the maker; that
+                               with which the backward starts, to its end
     gathered parameters        two instances' worth: the current one and the next in flight; those
                                not resharded, from their forward to their backward; what comes from
                                the host layer by layer likewise, until another instance begins
@@ -59,6 +60,8 @@ class InstanceMemory:
     """Whether gathered parameters are released between forward and backward."""
     by_layer_bytes: int = 0
     """Of parameters that come from the host for each of its forward and backward."""
+    sliced_bytes: int = 0
+    """Of gradients of slices of parameters, which are put together behind the backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +187,7 @@ class _Timeline:
             if not instance.reshard_after_forward:
                 self.unsharded.add(i + 1, self.backward(i) - 1, self.sums[i].gathered)
         self._add_values(model_outputs)
-        self._add_value_gradients()
+        self._add_value_gradients(model_outputs[:1])
         self.final_gradients = self._add_parameter_gradients()
 
     def backward(self, instance: int) -> int:
@@ -293,7 +296,11 @@ class _Timeline:
             value = instance.sources.get(-1 - root)
         return None
 
-    def _add_value_gradients(self) -> None:
+    def _add_value_gradients(self, starts: Sequence[InstanceOutput]) -> None:
+        """starts: the output that the backward starts from, if any."""
+        for maker, output in starts:
+            size = self.instances[maker].memory.output_bytes[output]
+            self.value_gradients.add(self.backward(maker) + 1, self.last, size)
         sources = [instance.sources for instance in self.instances]
         memories = [instance.memory for instance in self.instances]
         for first, last, num_bytes in value_gradients(sources, memories):
@@ -301,7 +308,7 @@ class _Timeline:
 
     def _add_parameter_gradients(self) -> int:
         """Gradients that stay, and reduce-scatters that are in flight one region longer. Returns
-        the bytes of all .grad at the end: a parameter with several uses has one."""
+        the bytes of gradients at the end: a parameter with several uses has one."""
         total = 0
         final: dict[str, int] = {}
         for i in reversed(range(len(self.instances))):
@@ -317,7 +324,8 @@ class _Timeline:
             self.gradients.add(t + 1, self.last, resident)
             self.in_flight.add(t + 1, min(t + 1, self.last), in_flight)
             self.last_resident = resident
-        return total + sum(final.values())
+        # What slices are put together of is in buffers that other gradients stay in.
+        return total + sum(final.values()) + sum(i.sliced_bytes for i in self.instances)
 
     def sums_of_uses(self) -> list[_Moment]:
         """When two gradients of one parameter are added up, those from buckets at the end."""

@@ -86,14 +86,11 @@ def with_buckets(plan: Plan, pinned: BucketSizes) -> Plan:
 
 
 def _fastest_of(plans: Sequence[Plan]) -> Plan:
-    """The first, or what is clearly faster and fits."""
-    assert plans[0].simulated is not None
-    most_bytes = max(plans[0].memory.capacity, plans[0].simulated.peak_bytes)
+    """The first, or what is clearly faster and fits; where the first does not fit, what does."""
     best = plans[0]
     for plan in plans[1:]:
-        assert plan.simulated is not None
         gains = _step_s(plan) < _step_s(best) * (1 - LEAST_GAIN)
-        if gains and plan.simulated.peak_bytes <= most_bytes:
+        if plan.memory.fits and (gains or not best.memory.fits):
             best = plan
     return best
 
@@ -128,7 +125,6 @@ def _fastest(plan: Plan, own_s: float, sizes: Sequence[BucketSizes], costs: Cost
     be coalesced, one by one."""
     assert plan.events is not None and plan.simulated is not None
     best, least_s = plan, plan.simulated.step_s
-    most_bytes = max(plan.memory.capacity, plan.simulated.peak_bytes)
     tried = {(plan.events.reduce_buckets, plan.events.allgather_buckets)}
     least_saved_s = PAYS * own_s
     saved_s = _saved_s(plan.events)
@@ -141,11 +137,12 @@ def _fastest(plan: Plan, own_s: float, sizes: Sequence[BucketSizes], costs: Cost
         if _saved_s(events) - saved_s < least_saved_s:
             continue
         saved_s = _saved_s(events)
-        step = simulate(events).step
-        gains = step.step_s < least_s - LEAST_GAIN * plan.simulated.step_s
-        if gains and step.peak_bytes <= most_bytes:
-            best, least_s = _with(plan, size, events), step.step_s
-        worse = worse + 1 if step.step_s > (1 + CLEARLY) * least_s else 0
+        found = _with(plan, size, events)
+        step_s = _step_s(found)
+        gains = step_s < least_s - LEAST_GAIN * plan.simulated.step_s
+        if found.memory.fits and (gains or not best.memory.fits):
+            best, least_s = found, step_s
+        worse = worse + 1 if step_s > (1 + CLEARLY) * least_s else 0
         if worse == ENOUGH:
             break
     return best
@@ -163,14 +160,20 @@ def with_bucket_sizes(plan: Plan, sizes: BucketSizes, costs: CostModel | None = 
 
 
 def _with(plan: Plan, sizes: BucketSizes, events: StepEvents | None) -> Plan:
-    return replace(
+    found = replace(
         plan,
         reduce_bucket_bytes=sizes.reductions or 0,
         allgather_bucket_bytes=sizes.gathers or 0,
         hierarchical_all_reduce_bytes=sizes.hierarchical or 0,
-        events=events,
-        simulated=plan.simulated if events is None else simulate(events).step,
     )
+    return found if events is None else with_events(found, events)
+
+
+def with_events(plan: Plan, events: StepEvents) -> Plan:
+    """`plan` with these events, and the simulated step and the peak memory of them."""
+    step = simulate(events).step
+    memory = plan.memory.of_program(step.peak_bytes)
+    return replace(plan, events=events, simulated=step, memory=memory)
 
 
 def sizes_of(plan: Plan) -> BucketSizes:

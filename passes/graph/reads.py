@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from meshfold.ir.op_graph import FoldedGraph, ParameterInfo, Source, SourceKind
+from meshfold.ir.op_graph import BufferInfo, FoldedGraph, ParameterInfo, Source, SourceKind
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,11 @@ class Crossing(NamedTuple):
 
 @dataclass(frozen=True)
 class ProgramReads:
-    """The reads of every instance, and the parameters that none reads."""
+    """The reads of every instance, and the parameters and buffers that none reads."""
 
     instances: tuple[Reads, ...]
     unread: tuple[ParameterInfo, ...]
+    unread_buffers: tuple[BufferInfo, ...]
 
     def count_first(self, folded: FoldedGraph) -> Counter[tuple[int, FirstReads]]:
         """(region, what is read there first) -> number of instances. folded: the graph of these
@@ -103,4 +104,5 @@ def program_reads(folded: FoldedGraph) -> ProgramReads:
         found.append(Reads(values, tied, first_reads))
     read = {s.name for instance in folded.instances for s in instance.sources}
     unread = tuple(p for p in folded.parameters if p.name not in read)
-    return ProgramReads(tuple(found), unread)
+    unread_buffers = tuple(b for b in folded.buffers if b.name not in read)
+    return ProgramReads(tuple(found), unread, unread_buffers)

@@ -154,6 +154,9 @@ class MemoryModel:
                 region = self._simulated(graph, typings[r], tuple(arriving), instance.floats)
                 layer = _Layer(region, offloads[r] if offloads else "none")
                 layer.by_layer_bytes = self._by_layer_bytes(layer, typings[r].slots, of.tied)
+                layer.sliced_bytes = sum(
+                    use.resident_bytes for slot, use in region.uses if instance.sources[slot].slice
+                )
                 here[r, makers] = layer
             layer = here[r, makers]
             parameters = layer.parameters
@@ -167,6 +170,7 @@ class MemoryModel:
                     layer.is_offloaded,
                     typings[r].reshard_after_forward,
                     layer.by_layer_bytes,
+                    layer.sliced_bytes,
                 )
             )
         return found
@@ -303,7 +307,7 @@ class _Layer:
         self.is_offloaded = offload == "activations"
         self.parameters = tuple(use for _, use in region.uses)
         self.comes_by_layer = offload == "parameters"
-        self.by_layer_bytes = 0
+        self.by_layer_bytes = self.sliced_bytes = 0
         if offload in UPDATED_BY_HOST:
             self.parameters = tuple(replace(use, gradient_bytes=0) for use in self.parameters)
         counts = Counter(slot for slot, _ in region.uses)

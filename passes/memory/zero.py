@@ -173,7 +173,8 @@ def program_states(
     that no op reads are unsharded, and so are their states. offloads, reads: as for
     MemoryModel.step. optimizer: None leaves out what it keeps and does."""
     reads = reads or program_reads(folded)
-    parameters = trained = buffers = inputs = 0
+    parameters = trained = inputs = 0
+    buffers = sum(math.prod(b.shape) * ITEM_BYTES[b.dtype] for b in reads.unread_buffers)
     update = Update()
     for p in reads.unread:
         num_bytes = math.prod(p.shape) * ITEM_BYTES[p.dtype]

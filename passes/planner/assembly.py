@@ -75,7 +75,7 @@ def assemble_plan(
     """The plan that runs `winner`."""
     folded, options = request.folded, request.options
     best, planner = winner.priced, winner.planner
-    split = best.split
+    split, step = best.split, winner.step
     origin = {
         new.region: old.region for new, old in zip(split.instances, folded.instances, strict=True)
     }
@@ -92,12 +92,12 @@ def assemble_plan(
         asked_mode=options.mode,
         regions=tuple(_region_plan(best, r, origin[r], planner) for r in range(len(split.regions))),
         stages=(StagePlan(runs_of(split, range(len(split.instances)))),),
-        memory=best.memory,
+        memory=best.memory if step is None else best.memory.of_program(step.peak_bytes),
         time=best.time,
         baselines=baselines,
         search=stats,
         meshfold_version=__version__,
-        simulated=winner.step,
+        simulated=step,
         events=winner.events,
         notes=(
             *folded.notes,

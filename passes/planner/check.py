@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from meshfold.cost_models.op_costs.cost_model import CostModel
-from meshfold.cost_models.simulation.step import simulate
 from meshfold.errors import PlanMismatchError
 from meshfold.gc_pause import collector_paused
 from meshfold.ir.mesh import Mesh
 from meshfold.ir.op_graph import FoldedGraph, OpGraph, SlotKind
 from meshfold.ir.plan import ParameterPlacement, Plan, RegionPlan, SearchStats
 from meshfold.ir.strategy import UPDATED_BY_HOST, Offload, RegionTyping
-from meshfold.passes.events.bucketing import bucketed_events, sizes_of
+from meshfold.passes.events.bucketing import bucketed_events, sizes_of, with_events
 from meshfold.passes.events.program import program_events
 from meshfold.passes.graph.reads import ProgramReads, program_reads
 from meshfold.passes.graph.typed import layouts_of_values
@@ -83,17 +82,15 @@ def _priced(folded: FoldedGraph, plan: Plan, probe: Probe) -> Plan:
         reads=reads,
     )
     priced = zip(split.regions, plan.regions, prices, saved_bytes, strict=True)
+    found = with_events(replace(plan, memory=memory), events)
     return replace(
-        plan,
+        found,
         time=time,
-        memory=memory,
-        simulated=simulate(events).step,
-        events=events,
         regions=tuple(
             _priced_region(region.graph, planned, price, saved, plan.mesh)
             for region, planned, price, saved in priced
         ),
-        search=SearchStats(0, 1, int(not memory.fits)),
+        search=SearchStats(0, 1, int(not found.memory.fits)),
     )
 
 

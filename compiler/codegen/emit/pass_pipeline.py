@@ -71,7 +71,7 @@ class Subject:
     @property
     def left_bytes(self) -> int:
         """What the plan leaves of memory, for what deferred gradients of weights wait for."""
-        return max(0, self.plan.memory.capacity - self.plan.memory.peak)
+        return self.plan.memory.left
 
     @cached_property
     def chunked(self) -> dict[int, Written]:

@@ -3,12 +3,17 @@
 import pytest
 import torch
 from support.graphs.tensors import real, whole
+from support.programs.memory import allocator_peak_bytes
 from torch import Tensor
 
 from meshfold.cost_models.memory.op_memory import ProbeKey, TensorSpec, dense_spec
 from meshfold.ir.op_graph import Ref
 from meshfold.memory_probe.prober import OpProber
-from meshfold.ops.expert_linear import expert_linear
+from meshfold.ops.expert_linear import (
+    expert_linear,
+    expert_linear_backward,
+    expert_linear_scratch_bytes,
+)
 
 NUM_EXPERTS = 3
 
@@ -87,3 +92,29 @@ def test_it_keeps_rows_weights_and_ids_and_gathers_no_weights(trains_weight: boo
     assert (found.saved_outputs, found.saved_bytes) == ((), 0)
     weights = (3 * 5 * 4 * 4, 3 * 5 * 4) if trains_weight else ()
     assert found.fresh_gradient_bytes == (6 * 4 * 4, *weights)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("routing", ["one", "two", "even"])
+def test_what_it_holds_inside_is_no_more_than_a_probe_says(routing: str, has_bias: bool) -> None:
+    rows, columns, width, experts = 256, 48, 32, 4
+    x, weight = torch.randn(rows, columns), torch.randn(experts, width, columns)
+    bias = torch.randn(experts, width) if has_bias else None
+    ids = torch.arange(rows) % {"one": 1, "two": 2, "even": experts}[routing]
+    gradient = torch.randn(rows, width)
+
+    def forward() -> None:
+        expert_linear(x, weight, ids, bias)
+
+    def backward() -> None:
+        expert_linear_backward(gradient, x, weight, ids, False, [True, True, has_bias])
+
+    results = [gradient.nbytes, x.nbytes + weight.nbytes + (bias.nbytes if has_bias else 0)]
+    held = [
+        allocator_peak_bytes(run) - made
+        for run, made in zip((forward, backward), results, strict=True)
+    ]
+    most = expert_linear_scratch_bytes(x, weight, ids, bias)
+    assert all(a <= b for a, b in zip(held, most, strict=True))
+    if routing == "one":
+        assert held == list(most)

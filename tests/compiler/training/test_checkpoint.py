@@ -49,18 +49,23 @@ def test_training_goes_on_where_it_was_saved(tmp_path: Path) -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    ("first", "second"),
+    ("first", "second", "kind"),
     [
-        ({"dp": 2, "zero": 3}, {"tp": 2, "sp": 0}),
-        pytest.param({"tp": 2, "sp": 0}, {"pp": 2, "microbatches": 2}, marks=pytest.mark.slow),
-        pytest.param({"pp": 2, "microbatches": 2}, {"dp": 2, "zero": 3}, marks=pytest.mark.slow),
+        ({"dp": 2, "zero": 3}, {"tp": 2, "sp": 0}, "AdamW"),
+        ({"dp": 2}, {"dp": 2, "microbatches": 2}, "Adafactor"),
+        pytest.param(
+            {"tp": 2, "sp": 0}, {"pp": 2, "microbatches": 2}, "AdamW", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {"pp": 2, "microbatches": 2}, {"dp": 2, "zero": 3}, "AdamW", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_from_plan_to_plan(
-    pools: Pools, tmp_path: Path, first: dict[str, Any], second: dict[str, Any]
+    pools: Pools, tmp_path: Path, first: dict[str, Any], second: dict[str, Any], kind: str
 ) -> None:
     name = f"{POOLED}:goes_on_as_if_nothing_had_been"
-    for difference in pools.run(2, name, str(tmp_path / "last"), first, second):
+    for difference in pools.run(2, name, str(tmp_path / "last"), first, second, kind):
         assert difference < 1e-12
 
 

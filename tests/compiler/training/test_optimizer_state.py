@@ -100,6 +100,11 @@ def test_state_that_ranks_cannot_share_is_refused() -> None:
     }
     assert own["optimizer.w.momentum"].shape == (4, 3)
     optimizer.state[weight]["rows"] = torch.ones(2)
+    whole: Any = SimpleNamespace(**{**vars(model), "global_shape": lambda _: (2, 3)})
+    whole.saved_form = lambda _, value: value
+    own = {}
+    encoded_optimizer(whole, optimizer, state_of(whole, optimizer), {}, own)
+    assert torch.equal(own["optimizer.w.rows"], torch.ones(2))
     with pytest.raises(OptionError, match=r"optimizer.w.rows has shape \[2\], neither its param"):
         encoded_optimizer(model, optimizer, state_of(model, optimizer), {}, {})
 
@@ -111,6 +116,8 @@ def test_counts_follow_kernels_that_read_them() -> None:
         optimizer = torch.optim.AdamW([weight])
         restore(model, optimizer, {"w": {"step": torch.tensor(1.0)}}, [{"capturable": capturable}])
         assert optimizer.state[weight]["step"].is_meta == capturable
+        restore(model, optimizer, {"w": {"rows": torch.ones(2)}}, [{}])
+        assert optimizer.state[weight]["rows"].is_meta
 
 
 def test_stages_are_put_together() -> None:

@@ -15,7 +15,7 @@ from meshfold.cost_models.memory.step_memory import (
     States,
     compose_step,
 )
-from meshfold.cost_models.op_costs.optimizers import update_of
+from meshfold.cost_models.op_costs.optimizers import TOGETHER_SCALARS_BYTES, update_of
 from meshfold.ir.memory_estimate import MemoryEstimate
 
 NO_STATES = States(parameters=0, trained=0, buffers=0, inputs=0)
@@ -208,7 +208,24 @@ def test_a_model_output_stays_with_the_caller() -> None:
     last = replace(chain(2)[1], memory=wide)
     instances = [chain(2)[0], last]
     assert compose(instances)[0].activations < 5000
-    assert compose(instances, outputs=((1, 0),))[0].activations == 100 + 10 + 100 + 5000
+    found, _ = compose(instances, outputs=((0, 0), (1, 0)))
+    assert found.activations == 100 + 10 + 100 + 5000
+
+
+def test_the_gradient_that_a_backward_starts_with_stays_to_its_end() -> None:
+    wide = replace(LAYER, output_bytes=(5000,), backward_peak_bytes=170)
+    instances = [chain(2)[0], replace(chain(2)[1], memory=wide)]
+    found, _ = compose(instances, outputs=((1, 0),))
+    # The worst moment is in the backward of the other instance.
+    assert (found.activations, found.transient) == (100 + 5000, 70 + 5000)
+
+
+def test_slices_are_put_together_in_other_memory_than_their_gradients() -> None:
+    update = update_of("adamw", (2250,), 9_000, 4)
+    states = States(parameters=9_000, trained=9_000, buffers=0, inputs=0, update=update)
+    whole = with_weight(chain(1), 9_000)
+    sliced = [replace(whole[0], sliced_bytes=4_000), *whole[1:]]
+    assert compose(sliced, states)[0].peak == compose(whole, states)[0].peak + 4_000
 
 
 def test_gradients_between_instances_wait_for_their_maker() -> None:
@@ -292,7 +309,7 @@ def test_optimizer_states_and_what_its_step_makes(
         activations=7,
         gathered_parameters=0,
         buckets=0,
-        transient=transient * 9_000,
+        transient=transient * (9_000 + TOGETHER_SCALARS_BYTES),
         reserve=0,
         capacity=1000,
     )

@@ -27,18 +27,21 @@ FILE_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.scandir", "os.l
 
 
 def trained(
-    pins: Mapping[str, PinValue] | None = None, seed: int = 0, dropout: float = 0.3
+    pins: Mapping[str, PinValue] | None = None,
+    seed: int = 0,
+    dropout: float = 0.3,
+    kind: str = "AdamW",
 ) -> tuple[CompiledModel, torch.optim.Optimizer, Callable[[], None]]:
-    """A compiled model with its optimizer, and what does a step."""
+    """A compiled model with its optimizer, a class of torch.optim, and what does a step."""
     model, batch = stack_model(4, dropout=dropout)
     if seed:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(0.01 * seed)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    options = CompileOptions(pins=pins or {})
+    options = CompileOptions(pins=pins or {}, optimizer=kind.lower())
     compiled = meshfold.compile(model, f"local-cpux{ranks}", batch, options=options)
-    optimizer = torch.optim.AdamW(compiled.parameters(), lr=0.1 / (1 + seed))
+    optimizer = getattr(torch.optim, kind)(compiled.parameters(), lr=0.1 / (1 + seed))
 
     def step() -> None:
         compiled.train_step(batch)
@@ -93,18 +96,21 @@ def rewritten(folder: Path, change: Callable[[Any], None]) -> None:
 
 
 def goes_on_as_if_nothing_had_been(
-    folder: str, first: Mapping[str, PinValue], second: Mapping[str, PinValue]
+    folder: str,
+    first: Mapping[str, PinValue],
+    second: Mapping[str, PinValue],
+    kind: str = "AdamW",
 ) -> float:
     """Largest difference of the parameters after two steps, a save, a load under another plan and a
     step, from those after three steps."""
     # A microbatch draws masks of its own.
     dropout = 0.0 if "microbatches" in {**first, **second} else 0.3
-    compiled, optimizer, step = trained(first, dropout=dropout)
+    compiled, optimizer, step = trained(first, dropout=dropout, kind=kind)
     step()
     step()
     meshfold.save_checkpoint(folder, compiled, optimizer)
     step()
-    other, other_optimizer, other_step = trained(second, 1, dropout)
+    other, other_optimizer, other_step = trained(second, 1, dropout, kind)
     meshfold.load_checkpoint(folder, other, other_optimizer)
     other_step()
     right, found = compiled.full_state_dict(), other.full_state_dict()
