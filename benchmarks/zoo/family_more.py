@@ -17,17 +17,18 @@ _DECODERS = (
     *("Bloom", "BioGpt", "Arcee", "Cwm", "BitNet", "Emu3", "Ernie4_5", "Doge", "AriaText"),
     *("GPTNeoXJapanese", "HunYuanDenseV1", "HyperCLOVAX", "Jais2", "Kolibri1", "Mellum"),
     *("MiniCPM3", "Ministral3", "ModernBertDecoder", "NanoChat", "Flint", "GraniteSWA"),
-    *("SeedOss", "VaultGemma", "Beam"),
+    *("SeedOss", "VaultGemma", "Beam", "Youtu"),
 )
 _MIXTURES = (
     *("Afmoe", "Cohere2Moe", "DeepseekV2", "DeepseekV32", "Dots1", "Ernie4_5_Moe", "ExaoneMoe"),
     *("FlexOlmo", "Glm4MoeLite", "GlmMoeDsa", "GraniteMoeShared", "HunYuanMoEV1", "HYV3"),
-    *("MiMoV2Flash", "MiniMaxM2", "Laguna", "AXK1"),
+    *("MiMoV2Flash", "MiniMaxM2", "Laguna", "AXK1", "JetMoe", "LongcatFlash", "Mistral4"),
+    *("SolarOpen", "GraniteMoeHybrid"),
 )
 _ENCODERS = (
     *("Camembert", "Data2VecText", "Ernie", "XLMRoberta", "XLMRobertaXL", "RobertaPreLayerNorm"),
     *("MobileBert", "Nystromformer", "RemBert", "Tapas", "LayoutLM", "IBert", "NomicBert"),
-    "EuroBert",
+    *("EuroBert", "Yoso"),
 )
 _CLASSIFIERS = (
     *("Bert", "Roberta", "DistilBert", "Albert", "Electra", "DebertaV2", "MPNet", "FNet"),

@@ -31,12 +31,12 @@ class FunctionOp:
         self.__name__ = name
 
     def __call__(self, *args: Any) -> tuple[torch.Tensor, ...]:
-        given = map(_contiguous, map(_tuples, args))
+        given = map(_contiguous, map(_unpacked, args))
         return _tensors(self.function.apply(*given))  # type: ignore[no-untyped-call]
 
     def without_storage(self, *args: Any) -> Any:
         """What the Function returns on tensors without storage, containers and all."""
-        given = map(_tuples, args)
+        given = map(_unpacked, args)
         if self.fake is not None:
             return _Stated.apply(self.fake, *given)  # type: ignore[no-untyped-call]
         return self.function.apply(*given)  # type: ignore[no-untyped-call]
@@ -80,9 +80,26 @@ def _tensors(returned: Any) -> tuple[torch.Tensor, ...]:
     return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
-def _tuples(arg: Any) -> Any:
+_MAPPING = "meshfold.dict"
+"""First of the tuple that stands for a dict in the arguments of an op."""
+
+
+def packed(arg: Any) -> Any:
+    """An argument of a Function as a graph holds it: dicts as tuples of their items."""
+    if isinstance(arg, (tuple, list)):
+        return tuple(map(packed, arg))
+    if type(arg) is dict:
+        return (_MAPPING, *((key, packed(value)) for key, value in arg.items()))
+    return arg
+
+
+def _unpacked(arg: Any) -> Any:
     """Sequences as tuples: a graph does not tell them from lists."""
-    return tuple(map(_tuples, arg)) if isinstance(arg, (tuple, list)) else arg
+    if not isinstance(arg, (tuple, list)):
+        return arg
+    if arg and isinstance(arg[0], str) and arg[0] == _MAPPING:
+        return {key: _unpacked(value) for key, value in arg[1:]}
+    return tuple(map(_unpacked, arg))
 
 
 def _contiguous(arg: Any) -> Any:

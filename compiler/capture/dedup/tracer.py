@@ -29,6 +29,7 @@ from meshfold.capture.dedup.classes import (
 from meshfold.capture.dedup.graph_ops import CallLabel, MarkLabel, call, mark
 from meshfold.capture.dedup.modules import Child, wrapped
 from meshfold.capture.dedup.structure import Structure
+from meshfold.capture.trace.detaches import NoInnerGradients
 from meshfold.capture.trace.export import RetraceError
 from meshfold.capture.trace.fake_model import ExampleInputs, FakeCopy
 from meshfold.capture.trace.snapshots import Snapshot, attributes_of, shared_state
@@ -72,6 +73,7 @@ def plan_calls(fake: FakeCopy, inputs: ExampleInputs, children: Sequence[Child])
             functions_met(fake.functions.on_call),
             learner.recorder.watching(),
             Answering(checks),
+            NoInnerGradients(),
         ):
             inputs.call(fake.module, inputs.tensors)
         checks.refuse_kept()

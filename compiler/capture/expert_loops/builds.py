@@ -13,7 +13,7 @@ def are_alike(experts: Sequence[nn.Module]) -> bool:
         and len({type(expert) for expert in experts}) == 1
         and len({_build(expert) for expert in experts}) == 1
         and all(is_of_linears(expert) for expert in experts)
-        and not any(_has_hooks(part) for expert in experts for part in expert.modules())
+        and not any(has_hooks(part) for expert in experts for part in expert.modules())
     )
 
 
@@ -47,6 +47,7 @@ def has_only(expert: nn.Module, linears: tuple[str, ...]) -> bool:
     )
 
 
-def _has_hooks(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of a module does more than the forward of its class."""
     own_forward = "forward" in vars(module)
     return own_forward or bool(module._forward_hooks or module._forward_pre_hooks)

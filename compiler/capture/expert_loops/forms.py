@@ -15,18 +15,15 @@ A form stands for exactly the code that is quoted with it: a module whose code, 
 any different keeps its loop, which capture then refuses with its line.
 """
 
-import ast
-import inspect
-import textwrap
-from collections.abc import Callable
-from dataclasses import dataclass
-from tokenize import TokenError
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshfold.capture.expert_loops.builds import are_alike, has_only
+from meshfold.capture.expert_loops.grouped import GROUPED_FORMS
+from meshfold.capture.expert_loops.quoted import Form, by_module, same_code
 from meshfold.capture.expert_loops.routed import without_loops_of
 
 _SWITCH = """
@@ -81,34 +78,23 @@ def _products(experts: list[Any], name: str, ids: Tensor, x: Tensor) -> Tensor:
     return torch.bmm(weights[ids], x.unsqueeze(-1)).squeeze(-1)
 
 
-@dataclass(frozen=True)
-class _Form:
-    """code, expert_code: the forwards of the loop and of its experts; linears: of an expert, each
-    without a bias; replacement: takes the module and the arguments of its forward."""
-
-    code: str
-    expert_code: str
-    linears: tuple[str, ...]
-    replacement: Callable[..., Tensor]
-
-    def stands_for(self, module: nn.Module) -> bool:
-        """Whether the replacement computes what `module` does."""
-        experts = list(module.children())
-        return (
-            len(experts) > 0
-            and list(module._modules) == [f"expert_{k}" for k in range(len(experts))]
-            and _same_code(type(module), self.code)
-            and _same_code(type(experts[0]), self.expert_code)
-            and are_alike(experts)
-            and all(has_only(expert, self.linears) for expert in experts)
-        )
+def _is_switch(module: nn.Module) -> bool:
+    experts = list(module.children())
+    return (
+        len(experts) > 0
+        and list(module._modules) == [f"expert_{k}" for k in range(len(experts))]
+        and same_code(experts[0], "forward", _SWITCH_EXPERT)
+        and are_alike(experts)
+        and all(has_only(expert, ("wi", "wo")) for expert in experts)
+    )
 
 
 _FORMS = {
     "transformers.models.switch_transformers.modeling_switch_transformers."
-    "SwitchTransformersExperts": _Form(_SWITCH, _SWITCH_EXPERT, ("wi", "wo"), _switch),
+    "SwitchTransformersExperts": Form({"forward": _SWITCH}, {"forward": _switch}, _is_switch),
+    **GROUPED_FORMS,
 }
-"""The forms, by the class whose forward is the loop."""
+"""The forms, by the class whose methods are the loop."""
 
 
 def without_loops(fake: nn.Module) -> tuple[str, ...]:
@@ -119,13 +105,16 @@ def without_loops(fake: nn.Module) -> tuple[str, ...]:
     for module in fake.modules():
         base = type(module)
         form = _FORMS.get(f"{base.__module__}.{base.__qualname__}")
-        forward: Callable[..., Any] | None = None
+        methods: Mapping[str, Callable[..., Any]] = {}
         if form is not None:
-            forward = form.replacement if form.stands_for(module) else None
+            methods = form.methods if form.stands_for(module) else {}
         elif "forward" not in vars(module):
             forward = without_loops_of(module)
-        if forward is not None:
-            module.__class__ = types.setdefault(base, _with_forward(base, forward))
+            methods = {} if forward is None else {"forward": forward}
+        for path, own in by_module(methods).items():
+            part = module.get_submodule(path)
+            part.__class__ = types.setdefault(type(part), _with_methods(type(part), own))
+        if methods:
             changed[base.__name__] = None
     return tuple(
         f"{name}: all experts run in one graph, and one that no row chose gets gradients of zeros, "
@@ -134,28 +123,6 @@ def without_loops(fake: nn.Module) -> tuple[str, ...]:
     )
 
 
-def _with_forward(base: Any, forward: Callable[..., Any]) -> type:
-    names = {"forward": forward, "__qualname__": base.__qualname__, "__module__": base.__module__}
+def _with_methods(base: Any, methods: Mapping[str, Callable[..., Any]]) -> type:
+    names = {**methods, "__qualname__": base.__qualname__, "__module__": base.__module__}
     return type(base.__name__, (base,), names)
-
-
-def _same_code(module_type: type, code: str) -> bool:
-    """Whether the forward of a class is `code`, but for annotations, docstring and layout."""
-    try:
-        own = inspect.getsource(module_type.forward)  # type: ignore[attr-defined]
-    except (OSError, TypeError, TokenError):
-        return False
-    return _plain_code(own) == _plain_code(code)
-
-
-def _plain_code(code: str) -> str:
-    """A function's arguments and body, no matter how they are laid out; "" for anything else."""
-    try:
-        (function,) = ast.parse(textwrap.dedent(code)).body
-    except (SyntaxError, ValueError):
-        return ""
-    if not isinstance(function, ast.FunctionDef) or function.decorator_list:
-        return ""
-    body = function.body[ast.get_docstring(function) is not None :]
-    arguments = [argument.arg for argument in function.args.args]
-    return ast.dump(ast.Module([*map(ast.Expr, map(ast.Name, arguments)), *body], []))

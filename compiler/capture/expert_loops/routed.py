@@ -56,7 +56,8 @@ def without_loops_of(module: nn.Module) -> Callable[..., Any] | None:
         loops.append(loop)
         return _call_of(loop)
 
-    if not rewritten(tree, call) or not all(_fits(module, loop) for loop in loops):
+    own = code.co_varnames[0] if code.co_argcount else ""
+    if not rewritten(tree, call) or not all(_fits(module, own, loop) for loop in loops):
         return None
     ast.increment_lineno(tree, first - 1)
     # A function around it gives it the name `routed`, so that its globals stay the model's.
@@ -76,10 +77,11 @@ def _may_loop(module: nn.Module) -> bool:
     return any(modules[0] is not None and is_of_linears(modules[0]) for modules in lists)
 
 
-def _fits(module: nn.Module, loop: Loop) -> bool:
-    """Whether the experts of a loop are a list of the module, and alike."""
+def _fits(module: nn.Module, own: str, loop: Loop) -> bool:
+    """Whether the experts of a loop are a list of the module, which its forward calls `own`, and
+    alike."""
     owner, _, name = loop.experts.partition(".")
-    experts = module._modules.get(name) if owner == "self" else None
+    experts = module._modules.get(name) if owner == own else None
     return isinstance(experts, nn.ModuleList) and are_alike(list(experts))
 
 

@@ -4,15 +4,23 @@ run_decompositions silently drops no_grad blocks and `detach_`: the values would
 gradients wrong. A no_grad block is inlined, with a `detach` on each float result. (Inlined also
 because ops of a block otherwise lose the modules that called them.) `detach_` becomes `detach`,
 and later readers of the same tensor read the detached one.
+
+What torch.autograd.grad computes in a forward is traced op by op. Without create_graph=True the
+results carry no gradient, which the traced ops know nothing of: they are detached. A tensor that
+`requires_grad_()` was called on keeps its gradient to itself, since nobody sees it afterwards.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
+from torch.overrides import TorchFunctionMode
 
+from meshfold.capture.trace.functions import definition
 from meshfold.errors import CaptureError
+from meshfold.torch_compat.autograd_functions import is_of_op
+from meshfold.torch_compat.fake_tensors import is_fake
 from meshfold.torch_compat.source_lines import line_in
 
 _BLOCK = "wrap_with_set_grad_enabled"
@@ -119,3 +127,123 @@ def _detached(graph: fx.Graph, value: fx.Node, after: fx.Node) -> fx.Node:
         detached = graph.call_function(torch.ops.aten.detach.default, (value,))
     detached.meta = dict(value.meta)
     return detached
+
+
+_PLACE_OF_CREATE_GRAPH = 4
+_MARKS = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+
+
+_OTHER_GRADIENTS = "write it by formula, with torch.func.jvp, or outside of the model"
+
+
+class InnerGradients:
+    """What a traced forward does with gradients. asked: the function that it computes them with,
+    at the line `source`."""
+
+    def __init__(self) -> None:
+        self.asked = self.source = ""
+        self._leaves: list[torch.Tensor] = []
+
+    def seen(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        result: Any,
+        line: Callable[[], str],
+    ) -> Any:
+        """The result of a call, without a gradient where torch gives it none."""
+        if func in _MARKS and not isinstance(args[0], nn.Parameter):
+            self._leaves.append(args[0])
+        if func is not torch.autograd.grad:
+            return result
+        self.asked, self.source = "torch.autograd.grad", self.source or line()
+        places = dict(enumerate(args))
+        if kwargs.get("create_graph", places.get(_PLACE_OF_CREATE_GRAPH)):
+            return result
+        return tuple(None if g is None else g.detach() for g in result)
+
+    def repair(self) -> str:
+        """What to do where a trace fails that computes gradients; "" for another one."""
+        return self.asked and (
+            "a gradient inside of forward goes through what a trace cannot take backward; "
+            + _OTHER_GRADIENTS
+        )
+
+    def refuse_unseen(self, constants: Mapping[str, Any]) -> None:
+        """Raises CaptureError where a gradient went through what the trace does not know: results
+        that autograd had kept, which are constants without values."""
+        if self.asked and any(map(is_fake, _tensors(constants))):
+            raise CaptureError(
+                f"{self.asked} inside of forward goes back through results of ops, which a trace "
+                f"does not see again; {_OTHER_GRADIENTS}",
+                op=self.asked,
+                source=self.source,
+            )
+
+    def refuse_kept(self, model: nn.Module) -> tuple[torch.Tensor, ...]:
+        """The tensors whose gradient ends with the call. Raises CaptureError for one that the
+        model keeps and is no parameter: an optimizer may have it."""
+        kept = {
+            id(value)
+            for module in model.modules()
+            for held in (*vars(module).values(), *module._buffers.values())
+            for value in _contents(held)
+        }
+        if any(id(leaf) in kept for leaf in self._leaves):
+            raise CaptureError(
+                "forward calls requires_grad_ on a tensor that the model keeps and that is no "
+                "parameter, so it would be frozen; register it as an nn.Parameter",
+                op="torch.Tensor.requires_grad_",
+            )
+        return tuple(self._leaves)
+
+
+def _tensors(constants: Mapping[str, Any]) -> list[torch.Tensor]:
+    return [c for c in constants.values() if isinstance(c, torch.Tensor)]
+
+
+def _contents(held: Any) -> Iterable[Any]:
+    if isinstance(held, Mapping):
+        return held.values()
+    return held if isinstance(held, (list, tuple)) else (held,)
+
+
+class NoInnerGradients(TorchFunctionMode):
+    """Refuses torch.autograd.grad where layers are no ops that it could go through."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.autograd.grad:
+            raise CaptureError("forward calls torch.autograd.grad", op="torch.autograd.grad")
+        return func(*args, **(kwargs or {}))
+
+
+def refuse_lost_gradients(outputs: Iterable[torch.Tensor], known: set[torch.Tensor]) -> None:
+    """Refuse what a graph would lose: the backward of an autograd.Function of torch's own, which
+    traces as its forward only, and the gradient of a parameter that is not registered."""
+    stack: list[Any] = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        if isinstance(node, torch.autograd.function.BackwardCFunction) and not is_of_op(node):
+            name = type(node).__name__.removesuffix("Backward")
+            raise CaptureError(
+                f"{name} is a torch.autograd.Function, whose own backward a captured graph loses; "
+                "write it with ordinary ops",
+                op=name,
+                source=definition(vars(type(node)).get("_forward_cls") or type(node)),
+            )
+        # Only the node that accumulates into a leaf has a variable.
+        if hasattr(node, "variable") and node.variable not in known:
+            shape = tuple(node.variable.shape)
+            raise CaptureError(
+                f"a tensor of shape {shape} requires a gradient but is no registered parameter, "
+                "so it would be frozen; register it (nn.ParameterList for a list)",
+                op="nn.Parameter",
+            )
+        for child, _ in node.next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                stack.append(child)

@@ -19,7 +19,7 @@ import random
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -37,9 +37,13 @@ from meshfold.capture.known_values.refusals import (
     refused_branch,
     refused_number,
 )
-from meshfold.capture.trace.detaches import write_detaches
+from meshfold.capture.trace.detaches import (
+    InnerGradients,
+    refuse_lost_gradients,
+    write_detaches,
+)
 from meshfold.capture.trace.fake_model import ExampleInputs, FakeCopy
-from meshfold.capture.trace.functions import FunctionCall, definition
+from meshfold.capture.trace.functions import FunctionCall
 from meshfold.capture.trace.layer_drop import LayerDrops
 from meshfold.capture.trace.python_state import (
     Changes,
@@ -56,7 +60,7 @@ from meshfold.capture.trace.value_checks import (
 from meshfold.errors import CaptureError
 from meshfold.ir.returns import Returns
 from meshfold.passes.rules.table import OP_RULES
-from meshfold.torch_compat.autograd_functions import functions_met, is_of_op
+from meshfold.torch_compat.autograd_functions import functions_met
 from meshfold.torch_compat.composite_ops import decompositions
 from meshfold.torch_compat.fake_tensors import casts_of_nothing, lacks_fake, lazy_graphs
 from meshfold.torch_compat.source_lines import is_user_file, line_in, user_line
@@ -92,6 +96,7 @@ class _Watch(Answering):
         super().__init__(checks, known)
         self.drops = drops
         self.data_reads = DataReads()
+        self.gradients = InnerGradients()
         self.failed = ""
 
     def __torch_function__(
@@ -113,6 +118,7 @@ class _Watch(Answering):
         except Exception:
             self.failed = self.failed or function_name(func)
             raise
+        result = self.gradients.seen(func, args, kwargs or {}, result, _line)
         refuse_dynamic(result, func)
         self.drops.see(func, args, result)
         return result
@@ -154,7 +160,8 @@ class _Traced(nn.Module):
         if not named:
             op = type(self.model).__name__
             raise CaptureError("the model returns no tensor; return its loss", op=op)
-        refuse_lost_gradients(named.values(), set(self.model.parameters()))
+        leaves = self.watch.gradients.refuse_kept(self.model)
+        refuse_lost_gradients(named.values(), {*self.model.parameters(), *leaves})
         with self.watch:
             chosen = chosen_outputs(returned, self.report.returns)
         tensors_checked = self.watch.checks.kept(chosen.tensors)
@@ -170,35 +177,6 @@ class _Report:
         self.marked = marked
         self.changed: Changes = {}
         self.chosen = Chosen({})
-
-
-def refuse_lost_gradients(outputs: Iterable[torch.Tensor], known: set[nn.Parameter]) -> None:
-    """Refuse what a graph would lose: the backward of an autograd.Function of torch's own, which
-    traces as its forward only, and the gradient of a parameter that is not registered."""
-    stack: list[Any] = [t.grad_fn for t in outputs if t.grad_fn is not None]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        if isinstance(node, torch.autograd.function.BackwardCFunction) and not is_of_op(node):
-            name = type(node).__name__.removesuffix("Backward")
-            raise CaptureError(
-                f"{name} is a torch.autograd.Function, whose own backward a captured graph loses; "
-                "write it with ordinary ops",
-                op=name,
-                source=definition(vars(type(node)).get("_forward_cls") or type(node)),
-            )
-        # Only the node that accumulates into a leaf has a variable.
-        if hasattr(node, "variable") and node.variable not in known:
-            shape = tuple(node.variable.shape)
-            raise CaptureError(
-                f"a tensor of shape {shape} requires a gradient but is no registered parameter, "
-                "so it would be frozen; register it (nn.ParameterList for a list)",
-                op="nn.Parameter",
-            )
-        for child, _ in node.next_functions:
-            if child is not None and child not in seen:
-                seen.add(child)
-                stack.append(child)
 
 
 def export_fake(
@@ -234,6 +212,7 @@ def export_fake(
         _refuse_hidden_draws(rerun),
     ):
         program = torch.export.export(traced, inputs.tensors, strict=False)
+        watch.gradients.refuse_unseen(program.constants)
         _stamp_sources(program.graph_module)
         write_detaches(program.graph_module)
         program = _decomposed(program)
@@ -291,11 +270,15 @@ _CHECKED = tuple(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence what torch.export says of its own use of pytrees, and of tensors that a module keeps
-    as attributes: the fake copy is thrown away."""
+    """Silence what torch.export says of its own use of pytrees, of tensors that a module keeps as
+    attributes (the fake copy is thrown away), and of gradients that InnerGradients refuses."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*", category=FutureWarning)
         warnings.filterwarnings("ignore", message=".*assigned during export.*")
+        warnings.filterwarnings("ignore", message=".*lifted_tensor.* requires gradient.*")
+        warnings.filterwarnings(
+            "ignore", message=".*grad attribute of a Tensor that is not a leaf.*"
+        )
         yield
 
 
@@ -307,12 +290,13 @@ def explain_failure(watch: _Watch) -> Iterator[None]:
     except (CaptureError, RetraceError):
         raise
     except Exception as error:
-        op = watch.failed or "the model"
+        op = watch.failed or watch.gradients.asked or "the model"
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         if lacks_fake(error):
             reason = "it has no fake implementation, which says what it returns without running it"
+        repair = watch.gradients.repair() or _repair(reason, error)
         raise CaptureError(
-            f"{op} cannot be captured: {reason}; {_repair(reason, error)}",
+            f"{op} cannot be captured: {reason}; {repair}",
             op=op,
             source=user_line(reversed([*traceback.walk_tb(error.__traceback__)])),
         ) from error

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshfold.capture.trace.tensor_facts import TensorFacts, empty_results, tensor_facts
 from meshfold.errors import CaptureError
 from meshfold.ir.custom_ops import CustomRule
-from meshfold.ops.functions import FunctionOp
+from meshfold.ops.functions import FunctionOp, packed
 from meshfold.torch_compat.autograd_functions import gradients_on_fakes, outside_of_tracing
 from meshfold.torch_compat.fake_tensors import fake_mode
 from meshfold.torch_compat.pytree import TensorSlot, fill_slots, map_leaves, map_named
@@ -91,7 +91,7 @@ class FunctionCalls:
                 )
             return leaf
 
-        arguments = map_named(strip, args)
+        arguments = packed(map_named(strip, args))
         key = (
             function,
             repr(arguments),

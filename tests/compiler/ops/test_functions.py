@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from meshfold.errors import UnsupportedOpError
-from meshfold.ops.functions import FunctionOp, imported_function
+from meshfold.ops.functions import FunctionOp, imported_function, packed
 from meshfold.ops.registry import draws, torch_target
 
 
@@ -30,6 +30,27 @@ def test_tensors_are_what_it_returns() -> None:
     (y,) = FunctionOp(Several, "Several")(torch.ones(6, requires_grad=True), [2, 3])
     assert y.shape == (2, 3) and y.requires_grad
     assert len(FunctionOp(Quantize, "Quantize")(torch.ones(2, 3), 4)) == 2
+
+
+class Configured(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, config: dict[str, Any]) -> Tensor:
+        assert type(config) is dict
+        return x * config["scale"][1] + config["shift"]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+def test_dicts_are_packed_for_the_graph() -> None:
+    config = {"scale": [1, 3], "shift": torch.ones(2)}
+    held = packed(config)
+    assert isinstance(held, tuple) and held[1] == ("scale", (1, 3))
+    (y,) = FunctionOp(Configured, "Configured")(torch.ones(2), held)
+    assert y.tolist() == [4, 4]
+    assert packed((2, [3, {}])) == (2, (3, packed({})))
+    assert FunctionOp(Configured, "Configured").without_storage(torch.ones(2), held).shape == (2,)
 
 
 def test_what_is_stated_takes_the_place_of_the_forward() -> None:

@@ -76,13 +76,13 @@ class Hits(Style):
 
 
 class Where(Style):
-    """mistral-inference."""
+    """mistral-inference, by an author who does not write `self`."""
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(module, inputs: Tensor) -> Tensor:
         flat = inputs.view(-1, inputs.shape[-1])
-        weights, selected_experts = self.route(flat)
+        weights, selected_experts = module.route(flat)
         results = torch.zeros_like(flat)
-        for i, expert in enumerate(self.experts):
+        for i, expert in enumerate(module.experts):
             batch_idx, nth_expert = torch.where(selected_experts == i)
             results[batch_idx] += weights[batch_idx, nth_expert, None] * expert(flat[batch_idx])
         return results.view_as(inputs)
