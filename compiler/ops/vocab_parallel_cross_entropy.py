@@ -158,7 +158,7 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         logits, normalizer, counts, is_local, column, factor, shares = ctx.saved_tensors
         each, total = ctx.evenly
-        gradient = gradient * counts
+        gradient = gradient.masked_fill(~counts, 0.0)
         of_all = (factor + each * total) * gradient
         of_target = -factor * is_local * gradient
         num_own = ctx.num_own

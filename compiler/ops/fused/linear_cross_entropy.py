@@ -99,7 +99,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, matrix, bias, normalizer, counts, is_local, column, factor, shares = ctx.saved_tensors
         each, total = ctx.evenly
-        gradient = gradient * counts
+        gradient = gradient.masked_fill(~counts, 0.0)
         of_all = ((factor + each * total) * gradient).unsqueeze(1)
         of_target = -factor * is_local * gradient
         evenly = (each * gradient).unsqueeze(1) if each else None

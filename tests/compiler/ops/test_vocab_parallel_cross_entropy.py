@@ -74,6 +74,9 @@ def test_a_class_that_is_none_is_an_error() -> None:
         torch.ops.meshfold.cross_entropy(torch.randn(1, 64), torch.tensor([64]))
 
 
-def test_no_target_has_no_mean() -> None:
-    loss = torch.ops.meshfold.cross_entropy(torch.randn(2, 8), torch.tensor([-100, -100]))
-    assert loss.isnan()
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_no_target_has_no_mean_and_gradients_of_zero(smoothing: float) -> None:
+    target = torch.tensor([-100, -100])
+    found, right = both(torch.randn(2, 8), target, None, 1, -100, smoothing)
+    for loss, gradient in (found, right):
+        assert loss.isnan() and not gradient.any()
