@@ -35,16 +35,16 @@ def price_plan(folded: FoldedGraph, plan: Plan, probe: Probe) -> Plan:
 
     Raises PlanMismatchError naming region and op (or slot) where a type breaks the rules.
     """
-    with collector_paused():
-        return _priced(folded, plan, probe)
-
-
-def _priced(folded: FoldedGraph, plan: Plan, probe: Probe) -> Plan:
     if plan.schedule:
         raise PlanMismatchError(
             f"{plan.strategy.label}: a plan with stages or microbatches cannot be priced from "
             "its file; pin its degrees and plan again"
         )
+    with collector_paused():
+        return _priced(folded, plan, probe)
+
+
+def _priced(folded: FoldedGraph, plan: Plan, probe: Probe) -> Plan:
     split = planned_graph(as_planned(folded, plan), plan)
     costs = CostModel(plan.cluster, plan.mesh)
     typings = [region.typing for region in plan.regions]
