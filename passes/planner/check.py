@@ -49,12 +49,7 @@ def _priced(folded: FoldedGraph, plan: Plan, probe: Probe) -> Plan:
     costs = CostModel(plan.cluster, plan.mesh)
     typings = [region.typing for region in plan.regions]
     offloads = [region.strategy.offload for region in plan.regions]
-    pricers = [
-        RegionPricer(region.graph, typing, rules, costs)
-        for region, typing, rules in zip(
-            split.regions, typings, check_plan_types(split, plan), strict=True
-        )
-    ]
+    pricers = _pricers(split, plan, costs)
     model, reads = MemoryModel(costs, probe), program_reads(split)
     prices = _prices(split, typings, pricers, model)
     prices = _with_hosts(split, typings, prices, offloads, model, reads)
@@ -92,6 +87,16 @@ def _priced(folded: FoldedGraph, plan: Plan, probe: Probe) -> Plan:
         ),
         search=SearchStats(0, 1, int(not found.memory.fits)),
     )
+
+
+def _pricers(split: FoldedGraph, plan: Plan, costs: CostModel) -> list[RegionPricer]:
+    """The pricer of each region, under the rules that its types name."""
+    return [
+        RegionPricer(region.graph, planned.typing, rules, costs)
+        for region, planned, rules in zip(
+            split.regions, plan.regions, check_plan_types(split, plan), strict=True
+        )
+    ]
 
 
 def _prices(

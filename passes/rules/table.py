@@ -17,7 +17,8 @@ An op without a row, or called in a way its row does not know, has the rule "I" 
 unsharded values. An op of the user's has its labels with it (passes.rules.ops.custom), and no rule
 "R" unless its backward is linear.
 
-Which shards: those that some op of the region asks for (passes.rules.ops.shards).
+Which shards: those that some op of the region asks for (passes.rules.ops.shards); of a typing that
+is read, those that it names (passes.rules.typed).
 """
 
 from collections.abc import Iterator, Sequence
