@@ -80,7 +80,7 @@ def _tensors(returned: Any) -> tuple[torch.Tensor, ...]:
     return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
-_MAPPING = "meshfold.dict"
+_MAPPING = "<dict>"
 """First of the tuple that stands for a dict in the arguments of an op."""
 
 
