@@ -1,2 +1,2 @@
 """Choices of a plan that need the emitted program, simulated: micro-chunks, collective matmuls,
-exact events."""
+exact events, what fits as emitted."""

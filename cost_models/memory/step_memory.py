@@ -28,7 +28,7 @@ All bytes are those of one rank. Gradients are fresh each step (set to None by z
 while activations shrink.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -311,6 +311,7 @@ class _Timeline:
         the bytes of gradients at the end: a parameter with several uses has one."""
         total = 0
         final: dict[str, int] = {}
+        in_buffers: defaultdict[str, list[int]] = defaultdict(list)
         for i in reversed(range(len(self.instances))):
             sums, t = self.sums[i], self.backward(i)
             resident, in_flight = sums.resident, sums.in_flight
@@ -321,11 +322,15 @@ class _Timeline:
                     resident += use.resident_bytes
                     in_flight += use.in_flight_bytes
                 final[use.name] = use.resident_bytes
+                if use.how != "direct" and not use.is_unbucketed:
+                    in_buffers[use.name].append(use.resident_bytes)
             self.gradients.add(t + 1, self.last, resident)
             self.in_flight.add(t + 1, min(t + 1, self.last), in_flight)
             self.last_resident = resident
-        # What slices are put together of is in buffers that other gradients stay in.
-        return total + sum(final.values()) + sum(i.sliced_bytes for i in self.instances)
+        # What is added up, or put together of slices, is in buffers that other gradients stay in.
+        left = sum(sum(sizes) for sizes in in_buffers.values() if len(sizes) > 1)
+        left += sum(instance.sliced_bytes for instance in self.instances)
+        return total + sum(final.values()) + left
 
     def sums_of_uses(self) -> list[_Moment]:
         """When two gradients of one parameter are added up, those from buckets at the end."""

@@ -220,6 +220,16 @@ def test_the_gradient_that_a_backward_starts_with_stays_to_its_end() -> None:
     assert (found.activations, found.transient) == (100 + 5000, 70 + 5000)
 
 
+def test_uses_that_are_added_up_stay_in_the_buffers_of_others() -> None:
+    update = update_of("adamw", (2250,), 9_000, 4)
+    states = States(parameters=9_000, trained=9_000, buffers=0, inputs=0, update=update)
+    use = ParameterUse(1, 9_000, 9_000, 9_000, 9_000, "reduced", name="w")
+    memory = replace(LAYER, slot_gradient_bytes=(10, 9_000))
+    instances = [replace(of, memory=memory, parameters=(use,)) for of in chain(2)]
+    # Both gradients stay in their buffers while the optimizer has their sum.
+    assert compose(instances, states)[0].gradients == 3 * 9_000
+
+
 def test_slices_are_put_together_in_other_memory_than_their_gradients() -> None:
     update = update_of("adamw", (2250,), 9_000, 4)
     states = States(parameters=9_000, trained=9_000, buffers=0, inputs=0, update=update)
