@@ -20,6 +20,12 @@ overlap_coefficient.json, measured on A100-class devices; about 1.3 is told of T
 MOST_SPREAD = 0.25
 """Of DeviceSpec.speed_spread: beyond it devices are not equal."""
 
+LEAST_PER_S, MOST_PER_S = 1, 1e20
+LEAST_FRACTION = 1e-6
+MOST_SECONDS = 3600
+"""Of rates, efficiencies, and latencies: what is beyond is no machine, and steps on it would take
+longer than a plan file may say."""
+
 
 MEMORY_MARGIN = 0.05
 """Of a device's memory that a plan leaves free where nobody states a budget, for what the model of
@@ -213,19 +219,19 @@ def _check_device(path: str, device: DeviceSpec) -> None:
     _check_text(f"{path}.name", device.name)
     _check_text(f"{path}.source", device.source)
     _check_count(f"{path}.memory_bytes", device.memory_bytes)
-    _check_positive(f"{path}.memory_bytes_per_s", device.memory_bytes_per_s)
+    _check_rate(f"{path}.memory_bytes_per_s", device.memory_bytes_per_s)
     _check_fraction(f"{path}.matmul_efficiency", device.matmul_efficiency)
     _check_fraction(f"{path}.memory_efficiency", device.memory_efficiency)
     for name in ("attention_efficiency", "attention_backward_efficiency"):
         if getattr(device, name):
             _check_fraction(f"{path}.{name}", getattr(device, name))
-    _check_not_negative(f"{path}.launch_s", device.launch_s)
-    _check_not_negative(f"{path}.host_op_s", device.host_op_s)
+    _check_seconds(f"{path}.launch_s", device.launch_s)
+    _check_seconds(f"{path}.host_op_s", device.host_op_s)
     _check_not_negative(f"{path}.reserve_bytes", device.reserve_bytes)
-    _check_not_negative(f"{path}.host_bytes_per_s", device.host_bytes_per_s)
-    _check_not_negative(f"{path}.host_memory_bytes_per_s", device.host_memory_bytes_per_s)
+    _check_rate_if_known(f"{path}.host_bytes_per_s", device.host_bytes_per_s)
+    _check_rate_if_known(f"{path}.host_memory_bytes_per_s", device.host_memory_bytes_per_s)
     _check_not_negative(f"{path}.host_memory_bytes", device.host_memory_bytes)
-    _check_not_negative(f"{path}.disk_bytes_per_s", device.disk_bytes_per_s)
+    _check_rate_if_known(f"{path}.disk_bytes_per_s", device.disk_bytes_per_s)
     if not 1 <= device.overlap_slowdown <= 2:
         raise ClusterSpecError(
             f"{path}.overlap_slowdown: must be from 1 (compute and collectives do not disturb each "
@@ -244,28 +250,24 @@ def _check_device(path: str, device: DeviceSpec) -> None:
     if "float32" not in device.peak_flops_per_s:
         raise ClusterSpecError(f"{path}.peak_flops_per_s: the float32 figure is missing")
     for dtype, flops_per_s in device.peak_flops_per_s.items():
-        _check_positive(f"{path}.peak_flops_per_s.{dtype}", flops_per_s)
+        _check_rate(f"{path}.peak_flops_per_s.{dtype}", flops_per_s)
 
 
 def _check_link(path: str, link: LinkSpec) -> None:
     _check_text(f"{path}.name", link.name)
     _check_text(f"{path}.source", link.source)
-    _check_positive(f"{path}.bytes_per_s", link.bytes_per_s)
-    for field in (
-        "latency_s",
-        "start_s",
-        "ramp_bytes",
-        "reduce_bytes_per_s",
-        "congestion",
-        "rank_s",
-    ):
+    _check_rate(f"{path}.bytes_per_s", link.bytes_per_s)
+    for field in ("latency_s", "start_s", "rank_s"):
+        _check_seconds(f"{path}.{field}", getattr(link, field))
+    _check_rate_if_known(f"{path}.reduce_bytes_per_s", link.reduce_bytes_per_s)
+    for field in ("ramp_bytes", "congestion"):
         _check_not_negative(f"{path}.{field}", getattr(link, field))
     before = 1
     for k, (ranks, bytes_per_s) in enumerate(link.bytes_per_s_by_ranks):
         where = f"{path}.bytes_per_s_by_ranks[{k}]"
         if ranks <= before:
             raise ClusterSpecError(f"{where}: ranks must rise and start at 2, got {ranks}")
-        _check_positive(where, bytes_per_s)
+        _check_rate(where, bytes_per_s)
         before = ranks
 
 
@@ -280,9 +282,24 @@ def _check_count(path: str, number: int) -> None:
         raise ClusterSpecError(f"{path}: must be {most}, got {number}")
 
 
-def _check_positive(path: str, number: float) -> None:
+def _check_rate(path: str, number: float) -> None:
     if not (math.isfinite(number) and number > 0):
         raise ClusterSpecError(f"{path}: must be positive, got {number}")
+    if not LEAST_PER_S <= number <= MOST_PER_S:
+        allowed = f"from {LEAST_PER_S} to {MOST_PER_S:g} per second"
+        raise ClusterSpecError(f"{path}: must be {allowed}, got {number}")
+
+
+def _check_rate_if_known(path: str, number: float) -> None:
+    _check_not_negative(path, number)
+    if number:
+        _check_rate(path, number)
+
+
+def _check_seconds(path: str, number: float) -> None:
+    _check_not_negative(path, number)
+    if number > MOST_SECONDS:
+        raise ClusterSpecError(f"{path}: must be at most {MOST_SECONDS} seconds, got {number}")
 
 
 def _check_not_negative(path: str, number: float) -> None:
@@ -293,3 +310,5 @@ def _check_not_negative(path: str, number: float) -> None:
 def _check_fraction(path: str, number: float) -> None:
     if not 0 < number <= 1:
         raise ClusterSpecError(f"{path}: must be above 0 and at most 1, got {number}")
+    if number < LEAST_FRACTION:
+        raise ClusterSpecError(f"{path}: must be at least {LEAST_FRACTION:g}, got {number}")

@@ -94,6 +94,11 @@ class HostParameters:
         """Forwards read these, by stored parameter, while something else updates the parameters."""
         self._instead = {id(parameter): value for parameter, value in values.items()}
 
+    @property
+    def is_read_instead(self) -> bool:
+        """Whether something may update the parameters beside steps."""
+        return bool(self._instead)
+
     def _renew(self, name: str) -> None:
         """Copy a parameter. A graph of an earlier forward that is still to run backward takes it
         for the same tensor, unless autograd saw the parameter change: then it refuses, as ever."""

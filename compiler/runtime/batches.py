@@ -79,7 +79,7 @@ class BatchReader:
             if name not in tensors and not self._is_as_captured(name, value):
                 if isinstance(value, Tensor):
                     return f"{name} is a fixed input, and has other values than in the example"
-                return f"argument {name}={value!r} was not captured with this value"
+                return f"argument {name}={_shown(value)} was not captured with this value"
         if missing := [name for name in self._fixed_tensors if name not in arguments]:
             return f"the batch has no {missing[0]}, which is a fixed input of the program"
         if tensors != self.infos.keys():
@@ -104,7 +104,7 @@ class BatchReader:
         with."""
         known = self.fixed.get(name, _NOTHING)
         if not isinstance(known, Tensor) or not isinstance(value, Tensor):
-            return not isinstance(value, Tensor) and bool(known == value)
+            return not isinstance(value, Tensor) and _is_equal(known, value)
         rows, ranks = len(known) if known.dim() else 0, 1
         if self.axis >= 0:
             ranks = self.mesh.mesh.sizes[self.axis]
@@ -231,6 +231,19 @@ class LocalBatch:
         self._tensors[name] = self._mesh.wait(local_inputs)
         self._is_local[name] = False
         return shard_of(self._tensors[name], layout, sizes, coords)
+
+
+def _is_equal(known: Any, value: Any) -> bool:
+    try:
+        return bool(known == value)
+    except ValueError:  # of arrays, number by number
+        return False
+
+
+def _shown(value: Any) -> str:
+    """Short, on one line."""
+    text = repr(value)
+    return text if len(text) < 60 and "\n" not in text else f"of type {type(value).__name__}"
 
 
 def constants_of(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -72,10 +72,15 @@ class CallArguments:
 def named_inputs(model: nn.Module, example_inputs: Any) -> Mapping[str, Any]:
     """Example inputs by name; a tuple of them is in the order of the model's arguments. Raises
     OptionError."""
-    if isinstance(example_inputs, Mapping):
-        return example_inputs
-    given = example_inputs if isinstance(example_inputs, tuple | list) else (example_inputs,)
-    return CallArguments.of(model, {}).named(given, {})
+    positional, named = in_order(example_inputs)
+    return CallArguments.of(model, {}).named(positional, {}) if positional else named
+
+
+def in_order(batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Arguments by position and by name of a batch: a mapping, a sequence, or the only argument."""
+    if isinstance(batch, Mapping):
+        return (), batch
+    return (batch if isinstance(batch, tuple | list) else (batch,)), {}
 
 
 def _has_tensor(value: Any) -> bool:

@@ -24,30 +24,39 @@ from meshfold.distributed.rank_mesh import ProcessMesh, RankMesh
 from meshfold.errors import MeshfoldError, OptionError
 from meshfold.ir.mesh import DATA_AXIS
 from meshfold.ir.plan import Plan
+from meshfold.offload.host_parameters import HostParameters
 from meshfold.passes.graph.without_dropout import without_dropout
 from meshfold.runtime.batches import constants_of
 from meshfold.runtime.pipeline_runner import PipelineRunner
 from meshfold.runtime.runner import ProgramRunner
-from meshfold.sharding.layout import shard_of
-from meshfold.torch_compat.dtypes import torch_dtype
 from meshfold.training.agreement import NUM_COMPARED, StepAgreement
 from meshfold.training.batch_sizes import OtherSizes, ProgramForm, form_of
-from meshfold.training.call_arguments import CallArguments
+from meshfold.training.call_arguments import CallArguments, in_order
 from meshfold.training.captured_mode import CapturedMode
-from meshfold.training.foreign_wrappers import OwnParallelism
+from meshfold.training.foreign_wrappers import RankModel
 from meshfold.training.gradient_norm import clip_gradients, sharded_axes
-from meshfold.training.host_storage import host_parameters, run_step, stored_on_host
-from meshfold.training.initialization import initial_values
+from meshfold.training.host_storage import host_parameters, run_step
 from meshfold.training.local_gradient import guard_gradients, mark_gradient
-from meshfold.training.local_state import full_tensors, local_tensors, stored_tensors
-from meshfold.training.module_tree import register_shards
+from meshfold.training.local_state import (
+    full_tensors,
+    initial_shards,
+    local_tensors,
+    stored_tensors,
+)
+from meshfold.training.module_tree import BoundTensors, canonical_names, copied, register_shards
 from meshfold.training.other_calls import Calls
 from meshfold.training.state_dict import StateExchange
-from meshfold.training.step_results import step_result
+from meshfold.training.step_results import check_loss, step_result
 from meshfold.training.use_symmetric_memory import share_memory
 
+_SHARED = (
+    "plan program rank_mesh _canonical _bound _modes _arguments _local_tensors _states _form "
+    "_calls _agreement _sharded".split()
+)
+"""Attributes that copies have in common."""
 
-class CompiledModel(OwnParallelism):
+
+class CompiledModel(RankModel):
     """A model under a plan.
 
     plan, program: what was chosen and what was emitted, for any cluster size. rank_mesh: this rank
@@ -78,7 +87,8 @@ class CompiledModel(OwnParallelism):
         """Forward passes so far, of evaluation and accumulation too; a train_step is one. Dropout
         draws from (plan seed, num_forwards), which a checkpoint restores."""
         self._is_closed = False
-        self._canonical: dict[str, str] = {}
+        self.host_side: HostParameters | None = None
+        self._canonical = canonical_names(program.folded)
         self._modes = CapturedMode(model, captured.graph)
         self._arguments = CallArguments.of(model, example_inputs)
         self._runners: dict[tuple[int, bool], ProgramRunner | PipelineRunner] = {}
@@ -99,9 +109,9 @@ class CompiledModel(OwnParallelism):
         )
         self._sharded = frozenset(name for name, axes in sharded_axes(program).items() if axes)
         """Parameters of which another rank holds another shard, or none."""
-        self._adopt(model, self._initial_state(model, rank_mesh))
-        stored = self._tensors(self.named_parameters)
-        self.host_side = host_parameters(program, rank_mesh, stored, self._mark)
+        self._adopt(model, initial_shards(model, program, self._states, rank_mesh, plan.seed))
+        self._bound = BoundTensors.of(self, self._canonical)
+        self._guard()
 
     @property
     def data_rank(self) -> int:
@@ -163,13 +173,13 @@ class CompiledModel(OwnParallelism):
         """
         if timeout_s is not None and timeout_s <= 0:
             raise OptionError(f"timeout_s {timeout_s:g}: give seconds above 0, or none")
-        positional, given = ((), batch) if isinstance(batch, Mapping) else (tuple(batch), {})
+        positional, given = in_order(batch)
         named = self._arguments.named(positional, given)
         form = self._form_for(named, "train_step", timeout_s)
         runner = self.runner(form)
         runs_backward = isinstance(runner, PipelineRunner)
         if not runs_backward:
-            self._check_loss()
+            check_loss(self.program.folded.outputs[0])
         step = self.num_forwards
         try:
             with torch.enable_grad():
@@ -184,14 +194,6 @@ class CompiledModel(OwnParallelism):
             # A retry draws the same dropout masks.
             self.num_forwards = step
             raise
-
-    def _check_loss(self) -> None:
-        output = self.program.folded.outputs[0]
-        if output.shape:
-            raise OptionError(
-                f"the model returns a tensor of shape {list(output.shape)}, and a step needs a "
-                "loss of no dims; pass labels, or wrap the model so that it returns its loss"
-            )
 
     def _check_processes(self) -> None:
         if self._is_closed:
@@ -222,12 +224,18 @@ class CompiledModel(OwnParallelism):
         assert self.rank_mesh is not None
         self.rank_mesh.begin_step(self.num_forwards, timeout_s)
         if self._agreement is not None:
-            does = call + self._modes.thawed_text(self._tensors(self.named_parameters))
+            does = call + self._unlike_compiled()
             self._agreement.check_call(does, batch, self.num_forwards, self.training)
         form = self._calls.form(batch, call, self.training)
         if self._agreement is not None:
             self._agreement.check_contents(batch, self._form.reader.local_inputs)
         return form
+
+    def _unlike_compiled(self) -> str:
+        """What other ranks are to hear of tensors that are not as compiled; "" if all are."""
+        if self._bound.change(self):
+            return " with other tensors than it was compiled for"
+        return self._modes.thawed_text(self._bound.by_name(self.named_parameters()))
 
     def _run(
         self,
@@ -237,7 +245,9 @@ class CompiledModel(OwnParallelism):
         timeout_s: float | None = None,
     ) -> list[Tensor]:
         inputs = form.reader.read(batch)
-        parameters, buffers = map(self._tensors, (self.named_parameters, self.named_buffers))
+        self._bound.check(self)
+        parameters = self._bound.by_name(self.named_parameters())
+        buffers = self._bound.by_name(self.named_buffers())
         self._modes.check_trained(parameters)
         rng = self.plan.seed, self._next_step(timeout_s)
         return run_step(runner, self.host_side, parameters, buffers, inputs, rng=rng)
@@ -259,7 +269,7 @@ class CompiledModel(OwnParallelism):
         """
         self._check_processes()
         assert self.rank_mesh is not None
-        local = {self._canonical[n]: p for n, p in self.named_parameters()}
+        local = self._bound.by_name(self.named_parameters())
         return clip_gradients(
             self.program, self.rank_mesh, local, max_norm, norm_type, error_if_nonfinite
         )
@@ -284,13 +294,13 @@ class CompiledModel(OwnParallelism):
     def full_state_dict(self) -> dict[str, Tensor]:
         """state_dict with full plain tensors, on every rank."""
         local = super().state_dict()
+        if self.rank_mesh is not None:
+            self._bound.check(self)
         if isinstance(self.program, EmittedPipeline) and self.rank_mesh is not None:
             shards = {self._canonical[name]: x for name, x in local.items()}
             full = full_tensors(self.program, self.rank_mesh, self._states, shards)
             return {n: full[c] for n, c in self._canonical.items() if c in full}
-        return {
-            name: self._states.full(self._canonical[name], value) for name, value in local.items()
-        }
+        return {n: self._states.full(self._canonical[n], value) for n, value in local.items()}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As nn.Module.state_dict, with DTensors for local shards."""
@@ -354,46 +364,36 @@ class CompiledModel(OwnParallelism):
             )
         return self._runners[key]
 
-    def _initial_state(self, model: nn.Module, mesh: RankMesh) -> dict[str, Tensor]:
-        """Local parts of parameters and of the buffers that somebody needs, by canonical name."""
-        local: dict[str, Tensor] = {}
-        needs = self._local_tensors
-        dtypes = {name: torch_dtype(p.dtype) for name, p in needs.parameters.items()}
-        needed = list(dtypes)
-        needed += [b.name for b in needs.buffers.values() if b.persistent or b.name in needs.read]
-        for name, value in initial_values(model, needed, seed=self.plan.seed, device=mesh.device):
-            states = self._states
-            layout = states.tensors[name].layout
-            part = shard_of(value, layout, states.storage.sizes, states.coords)
-            dtype = dtypes.get(name, part.dtype)
-            local[name] = part.to(mesh.device, dtype, copy=True).contiguous()
-            if name in self.program.offloaded:
-                local[name] = stored_on_host(local[name])
-        return local
-
     def _adopt(self, model: nn.Module, local: Mapping[str, Tensor]) -> None:
         """Register local parts in the module tree of the original, in its order."""
-        folded = self.program.folded
-        names = [(p.name, p.aliases) for p in folded.parameters]
-        names += [(b.name, b.aliases) for b in folded.buffers]
-        for name, aliases in names:
-            self._canonical.update(dict.fromkeys((name, *aliases), name))
         parameters = {
             p.name: nn.Parameter(local[p.name], requires_grad=p.requires_grad)
             for p in self._local_tensors.parameters.values()
         }
-        if not isinstance(self.program, EmittedPipeline):
-            for name in self._sharded & parameters.keys():
-                guard_gradients(parameters[name])
         buffers = {n: x for n, x in local.items() if n not in parameters}
         persistent = {b.name: b.persistent for b in self._local_tensors.buffers.values()}
         register_shards(self, model, self._canonical, parameters, buffers, persistent)
+
+    def _guard(self) -> None:
+        """What looks after the gradients of the parameters that this object has."""
+        assert self.rank_mesh is not None
+        stored = self._bound.by_name(self.named_parameters())
+        if not isinstance(self.program, EmittedPipeline):
+            for name in self._sharded & stored.keys():
+                guard_gradients(stored[name])
+        self.host_side = host_parameters(self.program, self.rank_mesh, stored, self._mark)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CompiledModel":
+        """A copy with parameters and buffers of its own, on the same processes, of which `close`
+        closes both. All ranks copy, since steps of either are collective. Raises OptionError."""
+        if self.host_side is not None and self.host_side.is_read_instead:
+            raise OptionError("copy the model before LateUpdates is made of it, not beside updates")
+        made = copied(self, memo, _SHARED, {"host_side": None, "_runners": {}})
+        if made.rank_mesh is not None:
+            made._guard()
+        return made
 
     def _mark(self, name: str, parameter: Tensor) -> None:
         """A parameter that is stored on the host was given a gradient."""
         if name in self._sharded:
             mark_gradient(parameter)
-
-    def _tensors(self, named: Any) -> dict[str, Tensor]:
-        """Live tensors by canonical name: the user may have moved or replaced them."""
-        return {self._canonical[name]: value for name, value in named()}

@@ -1,4 +1,4 @@
-"""Modules that refuse what would distribute them once more: DDP, FSDP, accelerate."""
+"""Modules that refuse what would distribute them once more (DDP, FSDP, accelerate), and pickle."""
 
 from typing import Any, NoReturn
 
@@ -22,6 +22,16 @@ class OwnParallelism(nn.Module):
         if name == "_is_fsdp_managed_module":
             _refuse("FSDP")
         super().__setattr__(name, value)
+
+
+class RankModel(OwnParallelism):
+    """A model of one rank among processes. Raises OptionError where it is pickled."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise OptionError(
+            "a compiled model is not pickled: it is one rank's shards, and groups of processes; "
+            "save it with meshfold.save_checkpoint or its state_dict, copy it with copy.deepcopy"
+        )
 
 
 def _refuse(wrapper: str) -> NoReturn:

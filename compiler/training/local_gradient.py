@@ -8,7 +8,6 @@ it were all: torch.nn.utils.clip_grad_norm_, Adafactor and Muon are refused in o
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from meshfold.errors import OptionError
@@ -67,7 +66,7 @@ def mark_gradient(parameter: Tensor) -> None:
         parameter.grad = gradient.as_subclass(LocalGradient)
 
 
-def guard_gradients(parameter: torch.nn.Parameter) -> None:
+def guard_gradients(parameter: Tensor) -> None:
     """From here on gradients that a backward gives the parameter are LocalGradients."""
     if parameter.requires_grad:
         parameter.register_post_accumulate_grad_hook(mark_gradient)  # type: ignore[no-untyped-call]

@@ -5,14 +5,17 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshfold.codegen.emit.pipeline import EmittedPipeline
 from meshfold.codegen.program.emitted import EmittedProgram
 from meshfold.distributed.rank_mesh import ProcessMesh, RankMesh
 from meshfold.ir.mesh import PIPELINE_AXIS
 from meshfold.ir.op_graph import BufferInfo, ParameterInfo, SourceKind
+from meshfold.sharding.layout import shard_of
 from meshfold.torch_compat.dtypes import torch_dtype
+from meshfold.training.host_storage import stored_on_host
+from meshfold.training.initialization import initial_values
 from meshfold.training.state_dict import StateExchange, StoredTensor
 
 
@@ -70,3 +73,25 @@ def full_tensors(
             dist.broadcast(value, ranks[pipeline.holders[name][0]], group=group)
         found[name] = value
     return found
+
+
+def initial_shards(
+    model: nn.Module,
+    program: EmittedProgram | EmittedPipeline,
+    states: StateExchange,
+    mesh: RankMesh,
+    seed: int,
+) -> dict[str, Tensor]:
+    """Local parts of parameters and of the buffers that somebody needs, by canonical name."""
+    needs = local_tensors(program, mesh.coords)
+    local: dict[str, Tensor] = {}
+    dtypes = {name: torch_dtype(p.dtype) for name, p in needs.parameters.items()}
+    needed = list(dtypes)
+    needed += [b.name for b in needs.buffers.values() if b.persistent or b.name in needs.read]
+    for name, value in initial_values(model, needed, seed=seed, device=mesh.device):
+        part = shard_of(value, states.tensors[name].layout, states.storage.sizes, states.coords)
+        dtype = dtypes.get(name, part.dtype)
+        local[name] = part.to(mesh.device, dtype, copy=True).contiguous()
+        if name in program.offloaded:
+            local[name] = stored_on_host(local[name])
+    return local

@@ -1,11 +1,96 @@
-"""The module tree of a compiled model: that of the original, with shards in place of tensors."""
+"""The module tree of a compiled model: that of the original, with shards in place of tensors;
+copies of it, and what was changed in it since."""
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
-from meshfold.errors import MeshfoldError
+from meshfold.errors import MeshfoldError, OptionError
+from meshfold.ir.op_graph import FoldedGraph
+from meshfold.torch_compat.dtypes import dtype_name
 from meshfold.training.foreign_wrappers import OwnParallelism
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def canonical_names(folded: FoldedGraph) -> dict[str, str]:
+    """By every name of a parameter or buffer the first one of the same tensor."""
+    names = [(p.name, p.aliases) for p in folded.parameters]
+    names += [(b.name, b.aliases) for b in folded.buffers]
+    return {name: first for first, aliases in names for name in (first, *aliases)}
+
+
+@dataclass(frozen=True)
+class BoundTensors:
+    """The tensors of a module tree that its program reads. canonical: see canonical_names; forms:
+    shape and dtype of each, by canonical name, when the model was compiled."""
+
+    canonical: Mapping[str, str]
+    forms: Mapping[str, tuple[torch.Size, torch.dtype]]
+
+    @staticmethod
+    def of(root: nn.Module, canonical: Mapping[str, str]) -> "BoundTensors":
+        named = (*root.named_parameters(), *root.named_buffers())
+        return BoundTensors(canonical, {canonical[n]: (x.shape, x.dtype) for n, x in named})
+
+    def by_name(self, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """By canonical name. Raises OptionError for one that the compiled model did not have."""
+        found: dict[str, Tensor] = {}
+        for name, tensor in named:
+            if name not in self.canonical:
+                raise OptionError(f"{name} was put into the compiled model; {_WHAT_NEXT}")
+            found[self.canonical[name]] = tensor
+        return found
+
+    def check(self, root: nn.Module) -> None:
+        """Raises OptionError where something is different in `root`."""
+        if change := self.change(root):
+            raise OptionError(change)
+
+    def change(self, root: nn.Module) -> str:
+        """What is different in `root`, in one line; "" if nothing is."""
+        try:
+            now = self.by_name((*root.named_parameters(), *root.named_buffers()))
+        except OptionError as error:
+            return str(error)
+        for name, form in self.forms.items():
+            if name not in now:
+                return f"{name} was taken out of the compiled model; {_WHAT_NEXT}"
+            if (now[name].shape, now[name].dtype) != form:
+                return (
+                    f"{name} is {_text(now[name].shape, now[name].dtype)} on this rank, and was "
+                    f"compiled as {_text(*form)}; {_WHAT_NEXT}"
+                )
+        return ""
+
+
+_WHAT_NEXT = (
+    "a program runs the tensors that it was compiled for, with new numbers at most; change the "
+    "model before meshfold.compile"
+)
+
+
+def _text(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"{dtype_name(dtype)}{list(shape)}"
+
+
+def copied(
+    module: M, memo: dict[int, Any], shared: Iterable[str], fresh: Mapping[str, object]
+) -> M:
+    """A copy of a module and its tensors, as of copy.deepcopy. shared: attributes that the copy has
+    in common with it, where there are such; fresh: those that are other ones in the copy."""
+    own = vars(module)
+    memo.update({id(own[name]): own[name] for name in shared if name in own})
+    made = module.__class__.__new__(module.__class__)
+    memo[id(module)] = made
+    kept = {name: value for name, value in own.items() if name not in fresh}
+    vars(made).update(copy.deepcopy(kept, memo))
+    vars(made).update(fresh)
+    return made
 
 
 def register_shards(

@@ -8,6 +8,7 @@ from torch import Tensor
 from meshfold.capture.trace.returned import NOTHING
 from meshfold.capture.trace.structures import Leaf, filled_structure
 from meshfold.codegen.emit.pipeline import EmittedPipeline
+from meshfold.errors import OptionError
 from meshfold.ir.op_graph import OutputInfo
 from meshfold.ir.spmd import Layout
 from meshfold.training.batch_sizes import ProgramForm
@@ -41,3 +42,12 @@ def _layout(form: ProgramForm, info: OutputInfo) -> Layout:
     program = form.program
     last = program.stages[-1] if isinstance(program, EmittedPipeline) else program
     return last.region_of(info.source.instance).outputs[info.source.output]
+
+
+def check_loss(output: OutputInfo) -> None:
+    """Raises OptionError where the first output of a program is no loss."""
+    if output.shape:
+        raise OptionError(
+            f"the model returns a tensor of shape {list(output.shape)}, and a step needs a "
+            "loss of no dims; pass labels, or wrap the model so that it returns its loss"
+        )

@@ -1,5 +1,6 @@
 """Updates that a step does not see are one, always, and the numbers are those of that."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,17 @@ def test_a_state_dict_waits_for_the_update() -> None:
     state, right = run.model.full_state_dict(), expected_names(run.model)
     late.finish()
     assert all(torch.equal(state[name], x) for name, x in right.items())
+
+
+def test_a_copy_is_made_before_updates_are_late() -> None:
+    run = started({"offload": "optimizer"})
+    twin = copy.deepcopy(run.model)
+    LateUpdates(run.model, run.optimizer)
+    assert twin.train_step(run.batch) == run.model.train_step(run.batch)
+    for a, b in zip(twin.parameters(), run.model.parameters(), strict=True):
+        assert a is not b and torch.equal(a.grad, b.grad)
+    with pytest.raises(OptionError, match="copy the model before LateUpdates is made of it"):
+        copy.deepcopy(run.model)
 
 
 def expected_names(model: nn.Module) -> dict[str, Tensor]:

@@ -1,6 +1,8 @@
 """CompiledModel on one device: an nn.Module like the original."""
 
 import copy
+import io
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,6 +33,70 @@ def test_one_device_needs_no_process_group() -> None:
     assert float((loss - expected).detach()) == pytest.approx(0.0, abs=1e-15)
     for name, parameter in model.named_parameters():
         assert torch.allclose(compiled.get_parameter(name).grad, parameter.grad, atol=1e-14)
+
+
+def test_a_copy_has_parameters_of_its_own_and_trains_beside_the_original() -> None:
+    model, batch, compiled = compiled_stack()
+    compiled.train_step(batch)
+    twin = copy.deepcopy(compiled)
+    with torch.no_grad():
+        for parameter in (*twin.parameters(), *(again := copy.deepcopy(model)).parameters()):
+            parameter.mul_(0.5)
+    assert torch.allclose(twin.train_step(batch), again(**batch), rtol=0, atol=1e-14)
+    again(**batch).backward()
+    model(**batch).backward()
+    for name, parameter in model.named_parameters():
+        for made, right in ((compiled, parameter), (twin, again.get_parameter(name))):
+            assert torch.allclose(made.get_parameter(name).grad, right.grad, rtol=0, atol=1e-14)
+
+
+def test_averages_of_weights_are_those_of_the_model_itself() -> None:
+    model, batch, compiled = compiled_stack()
+    averages = [torch.optim.swa_utils.AveragedModel(m) for m in (model, compiled)]
+    for scale in (1.0, 0.5, 0.25):
+        for made, average in zip((model, compiled), averages, strict=True):
+            with torch.no_grad():
+                for parameter in made.parameters():
+                    parameter.mul_(scale)
+            average.update_parameters(made)
+    with torch.no_grad():
+        right, found = (average(**batch) for average in averages)
+    assert torch.allclose(found, right, rtol=0, atol=1e-14)
+
+
+def test_a_compiled_model_is_not_pickled() -> None:
+    *_, compiled = compiled_stack()
+    with pytest.raises(OptionError, match="is not pickled: .*save_checkpoint or its state_dict"):
+        torch.save(compiled, io.BytesIO())
+
+
+CHANGES: dict[str, tuple[Callable[[CompiledModel], object], str]] = {
+    "dtype": (lambda m: m.half(), r"is float16\[.*\] on this rank, and was compiled as float64"),
+    "shape": (
+        lambda m: setattr(m.get_submodule("layers.0.up"), "bias", nn.Parameter(torch.ones(3))),
+        r"layers.0.up.bias is float32\[3\] on this rank, and was compiled as float64",
+    ),
+    "added": (lambda m: m.add_module("more", nn.Linear(2, 2)), "more.weight was put into the"),
+    "removed": (lambda m: delattr(m, "layers"), "was taken out of the compiled model"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_is_changed_after_compile_is_refused(change: str) -> None:
+    _, batch, compiled = compiled_stack()
+    changes, message = CHANGES[change]
+    changes(compiled)
+    with pytest.raises(OptionError, match=f"{message}.*before meshfold.compile"):
+        compiled.train_step(batch)
+
+
+def test_a_batch_may_be_the_only_argument_and_what_is_no_tensor_is_refused() -> None:
+    x = torch.randn(2, 4)
+    compiled = meshfold.compile(Twisted(), ONE, x)
+    assert compiled.train_step(x) == compiled.train_step({"x": x})
+    for wrong, shown in ((None, "None"), (x.numpy(), "of type ndarray"), ([[0.0] * 4], ".*=0.0")):
+        with pytest.raises(OptionError, match=f"argument x[.=0-9]*{shown}.* was not captured"):
+            compiled.train_step({"x": wrong})
 
 
 def test_symmetric_memory_needs_a_job() -> None:
