@@ -374,7 +374,10 @@ class StepRun:
         self.leaving = []
 
     def _note(self, moment: int, inside_bytes: int) -> None:
-        flying = sum(n for t, n in self.flying if t is None or not t.is_done)
+        flying = 0
+        for reading, size in self.flying:
+            if reading is None or not reading.is_done:
+                flying += size
         moment, inside_bytes = self.chained.inside(moment, inside_bytes)
         total = self.events.fixed_bytes + self.events.resident_bytes[moment] + inside_bytes
         total += self.unsharded_bytes + flying + self.result_bytes + self.waiting_bytes

@@ -7,8 +7,8 @@ its buffer is allocated longer; the gather of a bucket unshards more layers at o
 simulated with sizes from small to everything, each four times the one before, as long as that saves
 links some of their time: reductions first, then gathers. The fastest that fits is taken; the
 smaller one where they are as fast, none where nothing is gained. Then hierarchical all-reduces are
-tried in pieces of several sizes (passes/events/hierarchical.py), and with the best of them the
-buckets once more.
+tried in pieces of several sizes (passes/events/hierarchical.py), unless the step gained nothing if
+all-reduces took no time, and with the best of them the buckets once more.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,7 +27,12 @@ from meshfold.ir.step_events import (
     ReduceBucket,
     StepEvents,
 )
-from meshfold.passes.events.hierarchical import hierarchical_events, hierarchical_on, piece_sizes
+from meshfold.passes.events.hierarchical import (
+    hierarchical_events,
+    hierarchical_on,
+    piece_sizes,
+    without_all_reduces,
+)
 from meshfold.passes.events.region import collective, summed_over
 
 FACTOR = 4
@@ -69,6 +74,10 @@ def with_buckets(plan: Plan, pinned: BucketSizes) -> Plan:
     sizes = sorted({best.reduce_bucket_bytes, pinned.reductions or 0})
     pieces = list(piece_sizes(best.events, costs))
     if not pieces:
+        return best
+    # Pieces change all-reduces alone, and no piece of work makes a step shorter (streams.py).
+    least_s = simulate(without_all_reduces(best.events)).step.step_s
+    if least_s > (1 - LEAST_GAIN) * _step_s(best):
         return best
 
     def in_pieces(chosen: Iterable[int]) -> list[Plan]:

@@ -13,7 +13,7 @@ With r, a, g their seconds for one of c pieces, which start in turn, an all-redu
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from meshfold.cost_models.hardware.topology import GroupShape
@@ -76,6 +76,24 @@ def hierarchical_events(events: StepEvents, piece_bytes: int, costs: CostModel) 
             own = costs.storage
             return collective(of.kind, of.num_bytes, [own.mesh.index(a) for a in of.axes], own)
         return of
+
+    return _with_all_reduces(events, changed)
+
+
+def without_all_reduces(events: StepEvents) -> StepEvents:
+    """The same step if all-reduces took no time, which none of any pieces is faster than."""
+
+    def changed(of: CollectiveEvent) -> CollectiveEvent:
+        is_one = of.kind == "all_reduce"
+        return replace(of, seconds=0.0, steps=(), pieces=1) if is_one else of
+
+    return _with_all_reduces(events, changed)
+
+
+def _with_all_reduces(
+    events: StepEvents, changed: Callable[[CollectiveEvent], CollectiveEvent]
+) -> StepEvents:
+    """The same step with other reductions of gradients."""
 
     def of_region(region: RegionEvents) -> RegionEvents:
         groups = tuple(

@@ -12,8 +12,8 @@ more microbatches. Best first by an estimate of the step, which rises as more is
                   zbv max(f, b, 2 (b - w)) / 2
 
               which even stages take where transfers take no time, and dualpipev or more
-    layers    the same with layers fluid under the memory of the devices (stages/memory_bound.py),
-              or even divisions simulated with their transfers, whichever is more
+    memory    the same with layers fluid under the memory of the devices (stages/memory_bound.py)
+    transfers even divisions simulated with their transfers, if that is more
     search    MOST_TRIED schedules of fused backwards and as many of split ones
               (stages/virtual_stages.py)
 
@@ -24,7 +24,7 @@ the kernels alone on all devices take longer than the best plan (bounds.py).
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -159,12 +159,16 @@ class _Offer:
         if degrees.has_replicas and not degrees.is_priced:
             self.estimate_s = np.inf
 
-    def ask_layers(self, waves: dict[Schedule, Waves | None]) -> None:
+    def ask_memory(self) -> None:
+        in_memory_s = fluid_estimate_s(
+            self.degrees.problem.chain, self.schedule, self.degrees.kernels
+        )
+        self.estimate_s = max(self.estimate_s, in_memory_s + self.launch_s)
+
+    def ask_transfers(self, waves: dict[Schedule, Waves | None]) -> None:
         """waves: of schedules that were simulated."""
-        chain, kernels = self.degrees.problem.chain, self.degrees.kernels
-        in_memory_s = fluid_estimate_s(chain, self.schedule, kernels)
-        even_s = even_step_s(chain, self.schedule, waves) if np.isfinite(in_memory_s) else 0.0
-        self.estimate_s = max(self.estimate_s, max(in_memory_s, even_s) + self.launch_s)
+        even_s = even_step_s(self.degrees.problem.chain, self.schedule, waves)
+        self.estimate_s = max(self.estimate_s, even_s + self.launch_s)
 
     @property
     def is_short(self) -> bool:
@@ -191,15 +195,16 @@ def search_interleaved(
     for offer in offers:
         offer.ask_kernels()
     tried: list[tuple[_Offer, VirtualStageSearch]] = []
-    for offer in _promising(offers, CLOSE * beat_s):
+
+    def is_open(offer: _Offer) -> bool:
         splits = offer.schedule.splits_backward
-        if offer.bound_s >= (1 - LEAST_GAIN) * beat_s:
-            continue
-        if sum(x.schedule.splits_backward == splits for x, _ in tried) < MOST_TRIED:
-            search = VirtualStageSearch(offer.degrees.problem.chain, offer.schedule)
-            offer.bound_s = max(offer.bound_s, search.bound_s + launch_s)
-            if offer.bound_s >= (1 - LEAST_GAIN) * beat_s:
-                continue
+        may_gain = offer.bound_s < (1 - LEAST_GAIN) * beat_s
+        return may_gain and sum(x.schedule.splits_backward == splits for x, _ in tried) < MOST_TRIED
+
+    for offer in _promising(offers, CLOSE * beat_s, is_open):
+        search = VirtualStageSearch(offer.degrees.problem.chain, offer.schedule)
+        offer.bound_s = max(offer.bound_s, search.bound_s + launch_s)
+        if is_open(offer):
             search.find(CLOSE * beat_s - launch_s)
             tried.append((offer, search))
             beat_s = min(beat_s, search.step_s + launch_s)
@@ -218,24 +223,32 @@ def search_interleaved(
     )
 
 
-def _promising(offers: Sequence[_Offer], limit_s: float) -> Iterator[_Offer]:
-    """The offers that are estimated to take less than limit_s, the least first."""
-    queue = [(x.estimate_s, k, False) for k, x in enumerate(offers) if x.is_short]
+def _promising(
+    offers: Sequence[_Offer], limit_s: float, is_open: Callable[[_Offer], bool]
+) -> Iterator[_Offer]:
+    """The offers that are estimated to take less than limit_s, the least first. is_open: whether
+    one may still be tried; others are asked for nothing."""
+    queue = [(x.estimate_s, k, 0) for k, x in enumerate(offers) if x.is_short]
     heapq.heapify(queue)
     priced: set[int] = set()
     waves: dict[Schedule, Waves | None] = {}
     while queue and queue[0][0] < limit_s:
-        _, number, has_layers = heapq.heappop(queue)
+        _, number, num_asked = heapq.heappop(queue)
         offer = offers[number]
-        if has_layers:
+        if not is_open(offer):
+            continue
+        if num_asked == 2:
             yield offer
             continue
         if not offer.degrees.is_priced:
             if offer.index not in priced and len(priced) == MOST_PRICED:
                 continue
             priced.add(offer.index)
-        offer.ask_layers(waves)
-        heapq.heappush(queue, (offer.estimate_s, number, True))
+        if num_asked:
+            offer.ask_transfers(waves)
+        else:
+            offer.ask_memory()
+        heapq.heappush(queue, (offer.estimate_s, number, num_asked + 1))
 
 
 def _proven_s(

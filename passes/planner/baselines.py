@@ -9,11 +9,12 @@ accumulation.py.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
+from meshfold.cost_models.pipeline.bubble_bounds import bubble_factor
 from meshfold.cost_models.pipeline.makespan import StageTimes, device_ends_s
 from meshfold.cost_models.pipeline.schedules import Schedule, ScheduleKind
 from meshfold.ir.cluster import ClusterSpec
@@ -36,6 +37,9 @@ UNIFORM_KIND = ScheduleKind.ONE_F_ONE_B
 
 NUM_UNIFORM = 8
 """Uniform strategies per mesh whose exact costs are taken, the most promising first."""
+
+SAME_STEP = 1e-8
+"""Share of a step within which labels decide between two."""
 
 
 def named_baselines(cluster: ClusterSpec) -> dict[str, UniformStrategy]:
@@ -116,16 +120,31 @@ class _UniformDegrees(TieredCandidate):
         self.found: UniformPipeline | None = None
         self._problems, self._strategies = problems, tree.strategies_of(degrees)
 
-    def solve(self, _: float, /) -> Solution:
-        """The best of all strategies."""
-        problems = self._problems
-        problem = problems.problem(self._strategies)
-        found = [uniform_pipeline(problems, problem, strategy) for strategy in self._strategies]
-        fitting = [x for x in found if x is not None]
+    def solve(self, beat_s: float, /) -> Solution:
+        """The best of all strategies, lowest bound first; none that cannot be as fast as beat_s."""
+        least_s = {s: uniform_bound_s(self._problems, s) for s in self._strategies}
+        fitting: list[UniformPipeline] = []
+        for strategy in sorted(least_s, key=lambda s: (least_s[s], s.label)):
+            if least_s[strategy] > min([beat_s, *(x.step_s for x in fitting)]) * (1 + SAME_STEP):
+                break
+            problem = self._problems.problem([strategy])
+            found = uniform_pipeline(self._problems, problem, strategy)
+            fitting += [found] if found is not None else []
         if not fitting:
             return Solution(np.inf)
         self.found = min(fitting, key=lambda x: (x.step_s, x.strategy.label))
         return self.solution(self.found.step_s, self.found.step_s)
+
+
+def uniform_bound_s(problems: PipelineProblems, strategy: UniformStrategy) -> float:
+    """What uniform_pipeline with `strategy` takes at least; nothing is asked about memory, and
+    recomputation and the host only add seconds."""
+    boundaries = even_boundaries(problems.folded, strategy.pp)
+    quick = replace(strategy, recompute="none", offload="none")
+    layers_s = np.array([total_s for _, total_s in problems.fastest_s([quick])])
+    busiest_s = np.add.reduceat(layers_s, boundaries[:-1]).max()
+    filled_s = layers_s.sum() * bubble_factor(strategy.pp, strategy.microbatches)
+    return float(max(strategy.microbatches * busiest_s, filled_s))
 
 
 def uniform_pipeline(

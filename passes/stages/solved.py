@@ -107,6 +107,18 @@ class StageSolver:
         found = self._known[key]
         return found and _placed(found, slices, resident_bytes)
 
+    def least_s(self, in_flight: int, budget_bytes: int) -> float:
+        """No stage of all layers has a smaller objective; nothing is asked about transients."""
+        types = [
+            (
+                self.objective_s(run.layer),
+                run.layer.state_bytes + in_flight * run.layer.activation_bytes,
+                run.count,
+            )
+            for run in self.problem.runs
+        ]
+        return float(lp_values(types, budget_bytes))
+
     def _best(
         self,
         slices: tuple[tuple[int, int], ...],

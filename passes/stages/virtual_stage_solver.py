@@ -37,6 +37,18 @@ class _LayersOfStage:
     count: int
 
 
+@dataclass(frozen=True)
+class _Device:
+    """What a device has of a division. spans: (first layer, end) of its virtual stages; vectors:
+    microbatches in flight in these that occur, likely among them; budget: bytes."""
+
+    groups: list[_LayersOfStage]
+    spans: list[tuple[int, int]]
+    vectors: Sequence[InFlight]
+    likely: InFlight
+    budget: int
+
+
 class VirtualStageSolver:
     """Solves the devices of one schedule and keeps what it has solved."""
 
@@ -44,38 +56,55 @@ class VirtualStageSolver:
         self.problem = problem
         self.schedule = schedule
         self.in_flight = resident_by_virtual_stage(schedule)
+        self._problems: dict[tuple[object, ...], StageProblem] = {}
+        self._bounds: dict[tuple[object, ...], float] = {}
         self._known: dict[tuple[object, ...], SolvedStage | None] = {}
 
-    def stages(self, boundaries: Sequence[int]) -> tuple[Stage, ...] | None:
-        """The stages of a division in order; None where a device does not fit."""
+    def stages(self, boundaries: Sequence[int], beat_s: float = np.inf) -> tuple[Stage, ...] | None:
+        """The stages of a division in order; None where a device does not fit, or works as long as
+        beat_s whatever the strategies of its layers are."""
+        devices = [self._device(i, boundaries) for i in range(self.schedule.num_devices)]
+        if any(self._least_s(device) >= beat_s for device in devices):
+            return None
         found: list[Stage | None] = [None] * (len(boundaries) - 1)
-        for device in range(self.schedule.num_devices):
-            own = self.schedule.stages_of(device)
-            spans = [(boundaries[s], boundaries[s + 1]) for s in own]
-            solved = self._device(device, spans)
+        for number, device in enumerate(devices):
+            solved = self._solved(device)
             if solved is None:
                 return None
-            for s, stage in zip(own, solved, strict=True):
+            for s, stage in zip(self.schedule.stages_of(number), solved, strict=True):
                 found[s] = stage
         return tuple(stage for stage in found if stage is not None)
 
-    def _device(self, device: int, spans: Sequence[tuple[int, int]]) -> list[Stage] | None:
-        problem, budget = self.problem, int(self.problem.memory_bytes[device])
+    def _device(self, number: int, boundaries: Sequence[int]) -> "_Device":
+        spans = [(boundaries[s], boundaries[s + 1]) for s in self.schedule.stages_of(number)]
         groups = [
             _LayersOfStage(virtual_stage, run, count)
             for virtual_stage, (first, end) in enumerate(spans)
-            for run, count in problem.run_slices(first, end)
+            for run, count in self.problem.run_slices(first, end)
         ]
-        vectors = self.in_flight[device]
+        vectors = self.in_flight[number]
         likely = max(vectors, key=lambda n: (self._fastest_bytes(groups, n), n))
-        for in_flight in dict.fromkeys((likely, tuple(map(max, *vectors, likely)))):
-            solved = self._solve(groups, spans, in_flight, budget)
+        return _Device(groups, spans, vectors, likely, int(self.problem.memory_bytes[number]))
+
+    def _least_s(self, device: "_Device") -> float:
+        """Seconds of a step, from below: at each moment its layers have to fit, so at the likely
+        one."""
+        key, alone = self._alone(device, device.likely)
+        if key not in self._bounds:
+            room = int(alone.memory_bytes[0])
+            self._bounds[key] = alone.num_microbatches * StageSolver(alone).least_s(1, room)
+        return self._bounds[key]
+
+    def _solved(self, device: "_Device") -> list[Stage] | None:
+        most = tuple(map(max, *device.vectors, device.likely))
+        for in_flight in dict.fromkeys((device.likely, most)):
+            solved = self._solve(device, in_flight)
             if solved is None:
                 return None
-            each = self._microbatch_bytes(solved, groups, spans)
-            worst = max(vectors, key=lambda n: (int(each @ n), n))
-            stages = self._built(solved, groups, spans, worst)
-            if sum(stage.memory_bytes for stage in stages) <= budget:
+            each = self._microbatch_bytes(solved, device.groups, device.spans)
+            worst = max(device.vectors, key=lambda n: (int(each @ n), n))
+            stages = self._built(solved, device.groups, device.spans, worst)
+            if sum(stage.memory_bytes for stage in stages) <= device.budget:
                 return stages
         return None
 
@@ -88,35 +117,35 @@ class VirtualStageSolver:
             total += in_flight[group.virtual_stage] * group.count * activation
         return total
 
-    def _solve(
-        self,
-        groups: Sequence[_LayersOfStage],
-        spans: Sequence[tuple[int, int]],
-        in_flight: InFlight,
-        budget: int,
-    ) -> SolvedStage | None:
+    def _solve(self, device: "_Device", in_flight: InFlight) -> SolvedStage | None:
         """The best strategies with `in_flight` microbatches in the virtual stages."""
-        room = budget - sum(
-            n * int(self.problem.resident_bytes[first])
-            for n, (first, _) in zip(in_flight, spans, strict=True)
-        )
-        key = (tuple((x.run, x.count, in_flight[x.virtual_stage]) for x in groups), room)
+        key, alone = self._alone(device, in_flight)
         if key not in self._known:
+            room = int(alone.memory_bytes[0])
+            self._known[key] = StageSolver(alone).solve(0, alone.num_layers, 1, room)
+        return self._known[key]
+
+    def _alone(
+        self, device: "_Device", in_flight: InFlight
+    ) -> tuple[tuple[object, ...], StageProblem]:
+        """The layers of a device as one stage, with a name for what it depends on."""
+        room = device.budget - sum(
+            n * int(self.problem.resident_bytes[first])
+            for n, (first, _) in zip(in_flight, device.spans, strict=True)
+        )
+        numbers = tuple((x.run, x.count, in_flight[x.virtual_stage]) for x in device.groups)
+        if (numbers, room) not in self._problems:
             runs = tuple(
-                LayerRun(
-                    _with_in_flight(self.problem.runs[x.run].layer, in_flight[x.virtual_stage]),
-                    x.count,
-                )
-                for x in groups
+                LayerRun(_with_in_flight(self.problem.runs[run].layer, n), count)
+                for run, count, n in numbers
             )
-            alone = StageProblem.build(
+            self._problems[numbers, room] = StageProblem.build(
                 runs,
                 num_stages=1,
                 num_microbatches=self.problem.num_microbatches,
                 memory_bytes=room,
             )
-            self._known[key] = StageSolver(alone).solve(0, alone.num_layers, 1, room)
-        return self._known[key]
+        return (numbers, room), self._problems[numbers, room]
 
     def _microbatch_bytes(
         self,

@@ -170,9 +170,9 @@ class VirtualStageSearch:
         return self._least[num_in_flight]
 
     def _try(self, shortlist: Sequence[tuple[int, ...]]) -> bool:
-        """Solves and simulates divisions; whether one is the best so far."""
+        """Solves and simulates divisions that may be faster; whether one is the best so far."""
         self._seen.update(shortlist)
-        found = [self.solver.stages(boundaries) for boundaries in shortlist]
+        found = [self.solver.stages(boundaries, self.step_s) for boundaries in shortlist]
         fitting = [stages for stages in found if stages is not None]
         if not fitting:
             return False

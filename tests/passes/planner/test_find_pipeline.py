@@ -27,7 +27,12 @@ from meshfold.passes.pipeline import search as pipeline_search
 from meshfold.passes.pipeline.problem import PipelineProblems
 from meshfold.passes.pipeline.search import search_pipelines
 from meshfold.passes.pipeline.tree import LAYERS, grow_pipelines
-from meshfold.passes.planner.baselines import even_boundaries
+from meshfold.passes.planner.baselines import (
+    best_uniform_pipeline,
+    even_boundaries,
+    uniform_bound_s,
+    uniform_pipeline,
+)
 from meshfold.passes.planner.check import price_plan
 from meshfold.passes.planner.find import find_plan_for
 from meshfold.passes.rules.ops.experts import EXPERT_LOAD
@@ -115,6 +120,23 @@ def test_no_uniform_pipeline_is_faster(memory_bytes):
     assert found.lower_bound_s <= min(steps) * (1 + 1e-9)
     gap = found.best.step_s / found.lower_bound_s
     assert found.best.step_s <= min(steps) * min(gap, 1.001) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("memory_bytes", [None, 450_000])
+def test_the_uniform_pipeline_is_the_best_of_all(memory_bytes):
+    problems, tree = problems_of(slow_links(4), memory_bytes=memory_bytes), tree_for(4)
+    found = []
+    for degrees in tree.candidates:
+        for strategy in tree.strategies_of(degrees):
+            problem = problems.problem([strategy])
+            priced = uniform_pipeline(problems, problem, strategy)
+            if priced is not None:
+                assert uniform_bound_s(problems, strategy) <= priced.step_s * (1 + 1e-9)
+                found.append(priced)
+    best = best_uniform_pipeline(problems, tree)
+    assert best is not None
+    assert best.step_s == pytest.approx(min(x.step_s for x in found), rel=1e-8)
+    assert best in found
 
 
 def test_switching_pruning_rules_off_keeps_the_optimum():

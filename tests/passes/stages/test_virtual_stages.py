@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from support.search.stages import (
+    all_boundaries,
     allowed_schedules,
     brute_force_s,
     deep_problem,
@@ -20,6 +21,8 @@ from meshfold.cost_models.pipeline.makespan import StageTimes, simulate_actions
 from meshfold.cost_models.pipeline.schedules import Schedule, ScheduleKind
 from meshfold.errors import OptionError
 from meshfold.passes.stages.problem import LayerRun, StageProblem
+from meshfold.passes.stages.solved import step_ends_s
+from meshfold.passes.stages.virtual_stage_solver import VirtualStageSolver
 
 ROUNDING = 1e-9
 
@@ -52,6 +55,25 @@ def interleaved_problem(seed):
 @given(seeds)
 def test_brute_force(seed):
     certified(seed)
+
+
+@settings(max_examples=25)
+@given(seeds)
+def test_only_slower_divisions_are_left_unsolved(seed):
+    problem = interleaved_problem(seed)
+    for schedule in interleaved_schedules(problem):
+        solver = VirtualStageSolver(problem, schedule)
+        steps_s = {}
+        for boundaries in all_boundaries(problem.num_layers, schedule.num_stages):
+            stages = solver.stages(boundaries)
+            if stages is not None:
+                hop_s = problem.hop_s[[stage.first for stage in stages[1:]]]
+                steps_s[boundaries] = float(step_ends_s(schedule, stages, hop_s).max())
+        beat_s = float(np.median(list(steps_s.values()))) if steps_s else 0.0
+        for boundaries, step_s in steps_s.items():
+            is_left = VirtualStageSolver(problem, schedule).stages(boundaries, beat_s) is None
+            assert not is_left or step_s >= beat_s * (1 - ROUNDING)
+            assert solver.stages(boundaries, step_s * (1 + ROUNDING)) is not None
 
 
 @pytest.mark.slow
