@@ -22,7 +22,7 @@ _DECODERS = (
 _MIXTURES = (
     *("Afmoe", "Cohere2Moe", "DeepseekV2", "DeepseekV32", "Dots1", "Ernie4_5_Moe", "ExaoneMoe"),
     *("FlexOlmo", "Glm4MoeLite", "GlmMoeDsa", "GraniteMoeShared", "HunYuanMoEV1", "HYV3"),
-    *("MiMoV2Flash", "MiniMaxM2", "Laguna", "AXK1", "JetMoe", "LongcatFlash", "Mistral4"),
+    *("MiMoV2Flash", "MiniMaxM2", "Laguna", "AXK1", "JetMoe", "Mistral4"),
     *("SolarOpen", "GraniteMoeHybrid"),
 )
 _ENCODERS = (
