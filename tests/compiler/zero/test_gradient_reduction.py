@@ -197,7 +197,8 @@ def test_memory_of_a_step_is_as_simulated(zero: int, merges: str) -> None:
         step.runner.mesh.start_all_reduce_in_place = lambda x, axes: x  # type: ignore[method-assign]
         counted.append(step.counted_peak_bytes())
     # What is merged is held as simulated; here a buffer is read until the next reduction starts, so
-    # that shards of two layers are there besides.
+    # that shards of two layers are there besides, and what the first norm of a layer makes last.
     shard_bytes = max(g.flat_bytes for r in case.events.regions for g in r.groups) // 4
+    norm_bytes = 8 * case.batch["input_ids"].shape[1] * case.model.config.hidden_size
     for real, expected in zip(counted, simulated, strict=True):
-        assert real <= expected + 2 * shard_bytes
+        assert real <= expected + 2 * shard_bytes + norm_bytes
