@@ -2,49 +2,31 @@
 
 import json
 from dataclasses import replace
-from functools import cache
 from itertools import combinations
 
 import numpy as np
 import pytest
-from support.models.hugging_face import BATCH, HIDDEN, SEQUENCE, tiny_model
+from support.models.hugging_face import BATCH, HIDDEN, SEQUENCE
+from support.search.pipelines import PROBER, graph_of, problems_of, slow_links, tree_for
 
-from meshfold.capture.pipeline import capture
 from meshfold.codegen.emit.pipeline import EmittedPipeline, emit_plan
 from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.cost_models.pipeline.makespan import StageTimes, device_ends_s
 from meshfold.cost_models.pipeline.schedules import Schedule, ScheduleKind
 from meshfold.errors import InfeasibleError, OptionError, PlanMismatchError
-from meshfold.ir.cluster import ClusterSpec
-from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.options import CompileOptions
 from meshfold.ir.plan import Plan
 from meshfold.ir.strategy import UniformStrategy
-from meshfold.memory_probe.prober import OpProber
 from meshfold.passes.one_pass.tree import NODE, SearchSpec
 from meshfold.passes.pipeline import search as pipeline_search
 from meshfold.passes.pipeline.problem import PipelineProblems
 from meshfold.passes.pipeline.search import search_pipelines
 from meshfold.passes.pipeline.tree import LAYERS, grow_pipelines
-from meshfold.passes.planner.baselines import (
-    best_uniform_pipeline,
-    even_boundaries,
-    uniform_bound_s,
-    uniform_pipeline,
-)
 from meshfold.passes.planner.check import price_plan
 from meshfold.passes.planner.find import find_plan_for
 from meshfold.passes.rules.ops.experts import EXPERT_LOAD
 from meshfold.plan_file.io import plan_from_json, plan_to_json
-
-PROBER = OpProber()
-
-
-@cache
-def graph_of(family: str, layers: int = 2) -> FoldedGraph:
-    model, batch = tiny_model(family, layers=layers)
-    return capture(model, batch).graph
 
 
 def plan(family: str = "llama", num_devices: int = 4, layers: int = 2, **options) -> Plan:
@@ -56,23 +38,6 @@ def plan(family: str = "llama", num_devices: int = 4, layers: int = 2, **options
         batch_size=BATCH,
         probe=PROBER,
     )
-
-
-def problems_of(cluster: ClusterSpec, **options) -> PipelineProblems:
-    folded = graph_of("llama")
-    return PipelineProblems(folded, cluster, CompileOptions(**options), BATCH, PROBER)
-
-
-def tree_for(num_devices: int, pins=None, switched_off=()):
-    spec = SearchSpec(num_devices, num_devices, BATCH, pins or {}, switched_off=switched_off)
-    return grow_pipelines(spec, len(graph_of("llama").instances))
-
-
-def slow_links(num_devices: int) -> ClusterSpec:
-    """Fast hops inside a slow machine: pipelines pay."""
-    spec = resolve_cluster("local-cpu", num_devices)
-    link = replace(spec.groups[0].link, bytes_per_s=1e7, latency_s=1e-7, start_s=0.0)
-    return replace(spec, groups=tuple(replace(g, link=link) for g in spec.groups))
 
 
 def every_step_s(problems: PipelineProblems, strategy: UniformStrategy) -> list[float]:
@@ -120,23 +85,6 @@ def test_no_uniform_pipeline_is_faster(memory_bytes):
     assert found.lower_bound_s <= min(steps) * (1 + 1e-9)
     gap = found.best.step_s / found.lower_bound_s
     assert found.best.step_s <= min(steps) * min(gap, 1.001) * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("memory_bytes", [None, 450_000])
-def test_the_uniform_pipeline_is_the_best_of_all(memory_bytes):
-    problems, tree = problems_of(slow_links(4), memory_bytes=memory_bytes), tree_for(4)
-    found = []
-    for degrees in tree.candidates:
-        for strategy in tree.strategies_of(degrees):
-            problem = problems.problem([strategy])
-            priced = uniform_pipeline(problems, problem, strategy)
-            if priced is not None:
-                assert uniform_bound_s(problems, strategy) <= priced.step_s * (1 + 1e-9)
-                found.append(priced)
-    best = best_uniform_pipeline(problems, tree)
-    assert best is not None
-    assert best.step_s == pytest.approx(min(x.step_s for x in found), rel=1e-8)
-    assert best in found
 
 
 def test_switching_pruning_rules_off_keeps_the_optimum():
@@ -383,11 +331,6 @@ def test_without_a_pipeline_what_is_missing_is_named():
     with pytest.raises(InfeasibleError, match="are missing") as caught:
         plan("llama", memory_bytes=10_000)
     assert caught.value.best_candidate and isinstance(caught.value.__cause__, InfeasibleError)
-
-
-def test_even_boundaries_keep_the_ends_apart():
-    assert even_boundaries(graph_of("llama"), 2) == [0, 2, 4]
-    assert even_boundaries(graph_of("llama"), 4) == [0, 1, 2, 3, 4]
 
 
 def test_a_search_over_stages_that_finds_nothing_keeps_its_bound(monkeypatch) -> None:
