@@ -1,7 +1,9 @@
 """Work whose outcome all ranks share: done on all of them, or an error on all of them."""
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -13,6 +15,9 @@ from meshfold.errors import MeshfoldError, OptionError, RanksDifferError
 from meshfold.torch_compat.process_groups import default_timeout
 
 T = TypeVar("T")
+
+LEAST_WAIT_S = 0.01
+"""Of one message: torch takes a timeout of 0 for none."""
 
 
 def agreed(work: Callable[[], T]) -> T:
@@ -53,21 +58,28 @@ def compared(work: Callable[[], T], facts: Callable[[T], Mapping[str, str]]) -> 
     return result  # type: ignore[return-value]
 
 
-def extremes(own: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+def extremes(own: Tensor, group: dist.ProcessGroup, timeout_s: float) -> tuple[Tensor, Tensor]:
     """The least and the greatest of each integer over the ranks of a gloo group, on all of them.
 
     In every round a rank hears from one twice as far away as before, so the rounds are the
     logarithm of the number of ranks; gloo's own sums and gathers go around a ring, rank by rank.
+    Raises RuntimeError of torch where they are not over after timeout_s: a message waits without
+    end by itself.
     """
+    ends_s = time.monotonic() + timeout_s
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     found = torch.stack([~own, own])  # ~ turns the order around and cannot overflow
     distance = 1
     while distance < num_ranks:
         other = torch.empty_like(found)
-        sending = dist.isend(found, group=group, group_dst=(rank + distance) % num_ranks)
-        dist.recv(other, group=group, group_src=(rank - distance) % num_ranks)
-        assert sending is not None, "this rank is in the group"
-        sending.wait()
+        works = (
+            dist.isend(found, group=group, group_dst=(rank + distance) % num_ranks),
+            dist.irecv(other, group=group, group_src=(rank - distance) % num_ranks),
+        )
+        for work in works:
+            assert work is not None, "this rank is in the group"
+            left_s = max(ends_s - time.monotonic(), LEAST_WAIT_S)
+            work.wait(timedelta(seconds=left_s))
         found = torch.maximum(found, other)
         distance *= 2
     return ~found[0], found[1]

@@ -135,7 +135,7 @@ class StepAgreement:
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
         own = torch.tensor([digest, number])
         with self._waits():
-            least, most = extremes(own, self.group)
+            least, most = extremes(own, self.group, self.mesh.place.timeout_s)
         if torch.equal(least, most):
             return
         texts: list[Any] = [None] * self.mesh.mesh.num_ranks

@@ -2,6 +2,7 @@
 Numbers of several ranks."""
 
 import pytest
+from support.processes.agreement import ODD
 from support.processes.pool import Pools
 
 from meshfold.distributed.agreement import agreed, gathered
@@ -43,3 +44,12 @@ def test_extremes_are_those_of_all_ranks(pools: Pools, num_ranks: int) -> None:
     expected = [[f(column) for column in zip(*rows, strict=True)] for f in (min, max)]
     found = pools.run(num_ranks, "support.processes.agreement:extremes_of", rows)
     assert found == [expected] * num_ranks
+
+
+@pytest.mark.multiprocess
+def test_a_rank_that_says_nothing_is_not_waited_for_longer_than_the_timeout(pools: Pools) -> None:
+    """Each rank waits for one that waits for another: the rounds have one timeout together."""
+    timeout_s = 1.0
+    found = pools.run(4, "support.processes.agreement:without_one", timeout_s)
+    assert all(told for _, told in found[:ODD]) and not found[ODD][1]
+    assert all(0.5 * timeout_s < took_s < 20 * timeout_s for took_s, _ in found[:ODD])

@@ -1,5 +1,6 @@
 """What ranks do that differ in one thing, on gloo processes."""
 
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -145,8 +146,24 @@ def extremes_of(rows: list[list[int]]) -> list[list[int]]:
     """The extremes of numbers of which every rank has a row."""
     group = dist.group.WORLD
     assert group is not None
-    least, most = extremes(torch.tensor(rows[dist.get_rank()]), group)
+    least, most = extremes(torch.tensor(rows[dist.get_rank()]), group, 60.0)
     return [least.tolist(), most.tolist()]
+
+
+def without_one(timeout_s: float) -> tuple[float, str]:
+    """Seconds until ranks notice that ODD is not there, and what torch says."""
+    group = dist.new_group()
+    assert group is not None
+    told, begin_s = "", time.monotonic()
+    if dist.get_rank() != ODD:
+        try:
+            extremes(torch.zeros(1, dtype=torch.int64), group, timeout_s)
+        except RuntimeError as error:
+            told = str(error)
+    took_s = time.monotonic() - begin_s
+    dist.barrier()  # ODD is there, and silent, until all others have noticed
+    dist.destroy_process_group(group)
+    return took_s, told
 
 
 def line_of(case: str) -> str:
