@@ -32,7 +32,7 @@ PROBER = OpProber()
 Mixture = tuple[tuple[TpMode, int], ...]
 """(mode of tp, ZeRO level) of every instance: table, two layers, head."""
 
-NO_STATS = SearchStats(0, 1, 0, {}, 0.0, 0.0, 0.0, False)
+NO_STATS = SearchStats(0, 1, 0)
 WIDE_ENDS: Mixture = (("sequence", 0), ("data", 2), ("data", 2), ("sequence", 0))
 ONE_LAYER: Mixture = (("sequence", 3), ("data", 3), ("sequence", 3), ("sequence", 3))
 WIDE_LAYERS: Mixture = (("data", 0), ("tensor", 2), ("tensor", 2), ("data", 0))

@@ -1,5 +1,6 @@
 """The memory model against real runs of the captured graph, and on sharded local programs."""
 
+import copy
 import itertools
 from collections.abc import Callable
 from functools import cache
@@ -95,7 +96,7 @@ def beside_states(estimate: MemoryEstimate) -> int:
 def test_saved_bytes_and_peak_of_a_real_step(family: str) -> None:
     torch.set_num_threads(1)
     model, batch = tiny_model(family, layers=3, dtype=torch.float32)
-    step = RealStep(model, batch)
+    step = RealStep(worst_routed(model), batch)
     inputs = sum(t.nbytes for t in batch.values())
 
     instances = MemoryModel(COSTS, PROBER).instances(step.folded, plain_typings(step.folded))
@@ -112,9 +113,9 @@ def test_saved_bytes_and_peak_of_a_real_step(family: str) -> None:
         for p in step.parameters:
             p.grad = None
 
-    tolerance = EXPERT_COPY if family == "mixtral" else 0.01
-    assert peak == pytest.approx(allocator_peak_bytes(fresh), rel=tolerance)
-    assert peak == pytest.approx(counted_peak_bytes(step), rel=0.002)
+    assert peak == pytest.approx(allocator_peak_bytes(fresh), rel=0.01)
+    if family != "mixtral":  # what products of experts hold inside is not counted op by op
+        assert peak == pytest.approx(counted_peak_bytes(step), rel=0.002)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
@@ -132,9 +133,16 @@ def test_kept_bytes_per_region_add_up_to_what_autograd_keeps(family: str) -> Non
     assert total == saved_bytes(step)
 
 
-EXPERT_COPY = 0.06
-"""Rows of one expert at a time are copied and not counted: how many depends on the routing. Of a
-tiny model's peak at most this share."""
+def worst_routed(model: nn.Module) -> nn.Module:
+    """A copy whose routers send all rows to the same experts, which is what memory is planned for:
+    the products of an expert copy its rows."""
+    found = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, parameter in found.named_parameters():
+            if name.endswith("mlp.gate.weight"):
+                parameter.zero_()
+    return found
+
 
 STRATEGIES = (
     UniformStrategy(),
@@ -225,16 +233,16 @@ def test_memory_of_a_program_whose_layers_are_recomputed(
     model, batch, captured = captures(family)
     plain = emit_uniform(captured, strategy, batch["labels"].shape[0])
     program = emit_recomputed(plain, only_layers=True, recompute=recompute)
-    step = EmittedStep(model, captured, program, batch)
+    step = EmittedStep(worst_routed(model), captured, program, batch)
     local_batch = sum(t.nbytes for t in batch.values()) // strategy.dp
     peak, kept = peak_and_kept(program)
-    assert peak - local_batch == pytest.approx(step.counted_peak_bytes(), rel=0.01)
+    if family != "mixtral":  # what products of experts hold inside is not counted op by op
+        assert peak - local_batch == pytest.approx(step.counted_peak_bytes(), rel=0.01)
     if strategy.zero == 0:  # else the last region's gathered parameters are there, too
         assert kept == pytest.approx(step.counted_kept_bytes(), abs=64)
     if strategy == UniformStrategy():
-        tolerance = EXPERT_COPY if family == "mixtral" else 0.01
         allocated = allocator_peak_bytes(step.train)
-        assert peak - local_batch == pytest.approx(allocated, rel=tolerance)
+        assert peak - local_batch == pytest.approx(allocated, rel=0.01)
         share = 0.35 if recompute == "full" else 0.8
         # The peak of a tiny model is that of its head: kept is what recomputation is for.
         assert peak <= peak_and_kept(plain)[0] and kept < share * peak_and_kept(plain)[1]
