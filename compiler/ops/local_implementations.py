@@ -256,7 +256,7 @@ def dropout_mask(
     mask = torch.empty(sizes, dtype=torch.bool, device=context.device)
     longest = max(range(len(sizes)), key=lambda d: sizes[d], default=0)
     key, size = stream_key(*context.rng, *site), sizes[longest] if sizes else 1
-    step = max(1, -(-size // MASK_PARTS))
+    step, whole = max(1, -(-size // MASK_PARTS)), num_elements(shape, batch_slice)
     for first in range(0, size, step):
         count = min(step, size - first)
         index = torch.zeros((), dtype=torch.int64, device=context.device)
@@ -264,7 +264,6 @@ def dropout_mask(
             is_cut = d == longest
             index = index + (summand.narrow(0, first, count) if is_cut else summand)
         part = mask.narrow(longest, first, count) if sizes else mask
-        whole = num_elements(shape, batch_slice)
         part.copy_(keep_mask(index, key, 1.0 - probability, whole))
     return mask
 

@@ -8,7 +8,7 @@ is taken off the budget of another search, until one does.
 from dataclasses import replace
 
 from meshfold.errors import InfeasibleError
-from meshfold.ir.plan import Plan
+from meshfold.ir.plan import Plan, SearchStats
 from meshfold.passes.planner.assembly import PlanRequest
 from meshfold.passes.planner.best_mesh import Progress
 from meshfold.passes.planner.find import find_finalists
@@ -29,10 +29,11 @@ def fastest_that_fits(request: PlanRequest, progress: Progress | None = None) ->
     """
     finalists = find_finalists(request, progress)
     first, won = finalists[0], _refined(finalists, request)
-    if won.plan.memory.fits:
+    ahead = won.plan
+    if ahead.memory.fits:
         return won
     budget = high = first.memory.capacity
-    low, tightest = 0, won.plan
+    low, tightest = 0, ahead
     for _ in range(MOST_SEARCHES):
         # What is left beside what is emitted, or half way to where nothing is found.
         asked = min(high - 1, budget - won.plan.memory.emitted)
@@ -44,7 +45,7 @@ def fastest_that_fits(request: PlanRequest, progress: Progress | None = None) ->
             continue
         won, high = _refined([_in_budget(plan, budget) for plan in finalists], request), asked
         if won.plan.memory.fits:
-            return _noted(won, first, tightest)
+            return _noted(won, ahead, first.search)
         tightest = min(tightest, won.plan, key=lambda plan: plan.memory.peak)
     raise _refusal(tightest)
 
@@ -64,14 +65,14 @@ def _in_budget(plan: Plan, num_bytes: int) -> Plan:
     return replace(plan, memory=replace(plan.memory, capacity=num_bytes), stages=tuple(stages))
 
 
-def _noted(won: Winner, first: Plan, tightest: Plan) -> Winner:
-    """What fits at last. first: what fits as it was searched."""
-    memory = tightest.memory
+def _noted(won: Winner, ahead: Plan, search: SearchStats) -> Winner:
+    """What fits at last. ahead: what does not fit as emitted; search: that of the whole budget."""
+    memory = ahead.memory
     note = (
-        f"{first.strategy.label} was ahead as the search counts memory; emitted it needs "
+        f"{ahead.strategy.label} was ahead as the search counts memory; emitted it needs "
         f"{bytes_text(memory.peak)}, {bytes_text(memory.peak - memory.capacity)} too much"
     )
-    plan = replace(won.plan, search=first.search, notes=(*won.plan.notes, note))
+    plan = replace(won.plan, search=search, notes=(*won.plan.notes, note))
     return replace(won, plan=plan)
 
 
