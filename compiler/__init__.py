@@ -28,11 +28,11 @@ _EXPORTS = {
     "LowPrecisionStates": "meshfold.low_precision.states",
     "Plan": "meshfold.ir.plan",
     "compile": "meshfold.api",
-    "delink": "meshfold.training.delink",
+    "delink": "meshfold.training.saving.delink",
     "find_plan": "meshfold.api",
     "keep_states_on_disk": "meshfold.offload.state_files",
-    "load_checkpoint": "meshfold.training.checkpoint",
-    "save_checkpoint": "meshfold.training.checkpoint",
+    "load_checkpoint": "meshfold.training.saving.checkpoint",
+    "save_checkpoint": "meshfold.training.saving.checkpoint",
     "load_plan": "meshfold.plan_file.io",
     "register_rule": "meshfold.capture.custom_ops.register",
     "save_plan": "meshfold.plan_file.io",
@@ -89,9 +89,9 @@ if TYPE_CHECKING:
     from meshfold.offload.late_updates import LateUpdates
     from meshfold.offload.state_files import keep_states_on_disk
     from meshfold.plan_file.io import load_plan, save_plan
-    from meshfold.training.checkpoint import load_checkpoint, save_checkpoint
     from meshfold.training.compiled_model import CompiledModel
-    from meshfold.training.delink import delink
+    from meshfold.training.saving.checkpoint import load_checkpoint, save_checkpoint
+    from meshfold.training.saving.delink import delink
 
 
 def __getattr__(name: str) -> Any:

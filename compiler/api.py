@@ -35,8 +35,8 @@ from meshfold.passes.planner.find import with_memory_note
 from meshfold.passes.planner.shared_work import SharedWork
 from meshfold.plan_file.io import load_plan
 from meshfold.refine.fitting import fastest_that_fits
-from meshfold.training.agreement import NUM_COMPARED, agreed_states, states_text
-from meshfold.training.call_arguments import named_inputs
+from meshfold.training.calls.agreement import NUM_COMPARED, agreed_states, states_text
+from meshfold.training.calls.call_arguments import named_inputs
 from meshfold.training.compiled_model import CompiledModel
 
 ExampleArguments = Mapping[str, Any] | Sequence[Any]

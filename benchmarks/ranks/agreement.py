@@ -1,4 +1,4 @@
-"""What the comparisons between ranks cost a step: meshfold.training.agreement.
+"""What the comparisons between ranks cost a step: meshfold.training.calls.agreement.
 
     python benchmarks/ranks/agreement.py [--steps 5] [--sequence 128]
 

@@ -27,7 +27,7 @@ from meshfold.studies.captured_models import CapturedModels
 from meshfold.studies.plan_rows import Point, Tell, plan_rows
 from meshfold.studies.remedies import with_remedies
 from meshfold.studies.why_not import why_not
-from meshfold.training.delink import Delinked, delink_captured
+from meshfold.training.saving.delink import Delinked, delink_captured
 from meshfold.units import seconds_text
 from meshfold.validation.captured import captured_alike, captured_as_planned
 from meshfold.validation.measure_overlap import measure_overlap, overlap_json, overlap_text

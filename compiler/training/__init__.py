@@ -1,2 +1,1 @@
-"""CompiledModel and its state, what a training loop holds: parameters, optimizer state, gradients,
-saving and loading, other batch sizes."""
+"""CompiledModel, what a training loop holds: the module tree with shards in place of tensors."""

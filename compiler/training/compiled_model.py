@@ -29,24 +29,23 @@ from meshfold.passes.graph.without_dropout import without_dropout
 from meshfold.runtime.batches import constants_of
 from meshfold.runtime.pipeline_runner import PipelineRunner
 from meshfold.runtime.runner import ProgramRunner
-from meshfold.training.agreement import NUM_COMPARED, StepAgreement
-from meshfold.training.batch_sizes import OtherSizes, ProgramForm, form_of
-from meshfold.training.call_arguments import CallArguments, in_order
-from meshfold.training.captured_mode import CapturedMode
-from meshfold.training.foreign_wrappers import RankModel
-from meshfold.training.gradient_norm import clip_gradients, sharded_axes
-from meshfold.training.host_storage import host_parameters, run_step
-from meshfold.training.local_gradient import guard_gradients, mark_gradient
-from meshfold.training.local_state import (
-    full_tensors,
+from meshfold.training.calls.agreement import NUM_COMPARED, StepAgreement
+from meshfold.training.calls.batch_sizes import OtherSizes, ProgramForm, form_of
+from meshfold.training.calls.call_arguments import CallArguments, in_order
+from meshfold.training.calls.captured_mode import CapturedMode
+from meshfold.training.calls.other_calls import Calls
+from meshfold.training.calls.step_results import check_loss, step_result
+from meshfold.training.module_tree import BoundTensors, canonical_names, copied, register_shards
+from meshfold.training.sharded_model import ShardedModel
+from meshfold.training.shards.gradient_norm import clip_gradients, sharded_axes
+from meshfold.training.shards.host_storage import host_parameters, run_step
+from meshfold.training.shards.local_gradient import guard_gradients, mark_gradient
+from meshfold.training.shards.local_state import (
     initial_shards,
     local_tensors,
     stored_tensors,
 )
-from meshfold.training.module_tree import BoundTensors, canonical_names, copied, register_shards
-from meshfold.training.other_calls import Calls
-from meshfold.training.state_dict import StateExchange
-from meshfold.training.step_results import check_loss, step_result
+from meshfold.training.shards.state_dict import StateExchange
 from meshfold.training.use_symmetric_memory import share_memory
 
 _SHARED = (
@@ -56,7 +55,7 @@ _SHARED = (
 """Attributes that copies have in common."""
 
 
-class CompiledModel(RankModel):
+class CompiledModel(ShardedModel):
     """A model under a plan.
 
     plan, program: what was chosen and what was emitted, for any cluster size. rank_mesh: this rank
@@ -64,8 +63,8 @@ class CompiledModel(RankModel):
     raises. example_inputs: the arguments of the captured call.
 
     Parameters are local shards, those that the plan offloads in the host's memory. state_dict gives
-    DTensors and load_state_dict takes DTensors or full tensors, see meshfold.training.state_dict;
-    both are called on all ranks together.
+    DTensors and load_state_dict takes DTensors or full tensors, see
+    meshfold.training.shards.state_dict; both are called on all ranks together.
     """
 
     def __init__(
@@ -140,12 +139,12 @@ class CompiledModel(RankModel):
 
         Arguments are those of the model's forward, by position or name. A batch of another size
         than the captured one, as the last of an epoch, gets a program of its own
-        (meshfold.training.batch_sizes); all ranks pass the same sizes, parts if they passed
+        (meshfold.training.calls.batch_sizes); all ranks pass the same sizes, parts if they passed
         parts before. So do other arguments (no labels) under torch.no_grad(), which return what the
-        model returns for them (meshfold.training.other_calls). Raises OptionError for a batch that
-        does not fit the captured inputs or that the plan cannot divide, and for a plan with stages
-        or microbatches, whose forward and backward take turns. Raises RankLostError, here or in
-        backward, when other ranks do not come to a collective within the timeout of the default
+        model returns for them (meshfold.training.calls.other_calls). Raises OptionError for a batch
+        that does not fit the captured inputs or that the plan cannot divide, and for a plan with
+        stages or microbatches, whose forward and backward take turns. Raises RankLostError, here or
+        in backward, when other ranks do not come to a collective within the timeout of the default
         process group.
         """
         named = self._arguments.named(arguments, batch)
@@ -290,59 +289,6 @@ class CompiledModel(RankModel):
         self._is_closed = True
         self._runners.clear()
         gc.collect()  # threads of a group end when nobody holds it, not even a cycle of DeviceMesh
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """state_dict with full plain tensors, on every rank."""
-        local = super().state_dict()
-        if self.rank_mesh is not None:
-            self._bound.check(self)
-        if isinstance(self.program, EmittedPipeline) and self.rank_mesh is not None:
-            shards = {self._canonical[name]: x for name, x in local.items()}
-            full = full_tensors(self.program, self.rank_mesh, self._states, shards)
-            return {n: full[c] for n, c in self._canonical.items() if c in full}
-        return {n: self._states.full(self._canonical[n], value) for n, value in local.items()}
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As nn.Module.state_dict, with DTensors for local shards."""
-        state = super().state_dict(*args, **kwargs)
-        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
-        if self.rank_mesh is not None and not kwargs.get("keep_vars", False):
-            for name, canonical in self._canonical.items():
-                if prefix + name in state:
-                    state[prefix + name] = self._states.outside(canonical, state[prefix + name])
-        return state
-
-    def global_shape(self, name: str) -> tuple[int, ...]:
-        """Of the parameter `name`, all shards together."""
-        return self._states.tensors[self._canonical[name]].shape
-
-    def saved_form(self, name: str, local: Tensor) -> Tensor:
-        """What state_dict would hold of a tensor that is cut like the parameter `name`."""
-        return self._states.outside(self._canonical[name], local)
-
-    def local_form(self, name: str, value: Tensor) -> Tensor:
-        """Inverse of saved_form."""
-        return self._states.inside(self._canonical[name], value)
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """As nn.Module.load_state_dict, from DTensors or full plain tensors.
-
-        Raises OptionError for a tensor of another shape, and for `assign`.
-        """
-        if assign:
-            raise OptionError("assign=True would replace local shards; load without it")
-        names = {*self._local_tensors.parameters, *self._local_tensors.buffers}
-        local = {
-            name: self._states.inside(self._canonical[name], value)
-            if name in self._canonical
-            else value
-            for name, value in state_dict.items()
-            # Of other stages this rank holds nothing.
-            if self._canonical.get(name, name) in names or name not in self._canonical
-        }
-        return super().load_state_dict(local, strict)
 
     # Building.
 

@@ -1,4 +1,4 @@
-"""Outcomes of one rank alone; those of two are in tests/compiler/training/test_checkpoint.py.
+"""Outcomes of one rank alone; those of two are in tests/compiler/training/saving/test_checkpoint.py.
 Numbers of several ranks."""
 
 import pytest

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import meshfold
 from meshfold.capture.pipeline import Captured, capture
 from meshfold.codegen.emit.region import emit_typed
 from meshfold.codegen.program.emitted import EmittedProgram
@@ -21,6 +22,7 @@ from meshfold.runtime.runner import ProgramRunner
 from meshfold.sharding.layout import shard_of
 from meshfold.torch_compat.dtypes import torch_dtype
 from meshfold.torch_compat.skeletons import copy_with
+from meshfold.training.compiled_model import CompiledModel
 from meshfold.validation.float64_mode import float64_everywhere
 from support.processes.ranks import run_on_simulated_ranks
 
@@ -180,3 +182,9 @@ __all__ = [
     "on_ranks",
     "stack_model",
 ]
+
+
+def compiled_stack(**sizes: Any) -> tuple[nn.Module, dict[str, Tensor], CompiledModel]:
+    """(model, batch, compiled) on one process: a stack of two layers."""
+    model, batch = stack_model(2, **sizes)
+    return model, batch, meshfold.compile(model, resolve_cluster("local-cpu", 1), batch)

@@ -1,7 +1,7 @@
 """Which program runs a call: that of the plan, or one for other arguments, sizes or another mode.
 
     the plan's arguments and sizes         the plan's program
-    the same arguments in other sizes      that of meshfold.training.batch_sizes
+    the same arguments in other sizes      that of meshfold.training.calls.batch_sizes
     other arguments, under no_grad         a forward program: what the model returns for them, whole
     eval mode of a model that draws or     a forward program of the model in eval mode, under
     updates buffers in train mode          no_grad
@@ -30,9 +30,9 @@ from meshfold.ir.strategy import TpMode
 from meshfold.passes.planner.forward_types import StoredParameter, forward_types
 from meshfold.runtime.batches import constants_of, with_shapes
 from meshfold.torch_compat.pytree import named_leaves
-from meshfold.training.batch_sizes import OtherSizes, ProgramForm, form_of
-from meshfold.training.call_arguments import CallArguments
-from meshfold.training.captured_mode import CapturedMode
+from meshfold.training.calls.batch_sizes import OtherSizes, ProgramForm, form_of
+from meshfold.training.calls.call_arguments import CallArguments
+from meshfold.training.calls.captured_mode import CapturedMode
 
 
 def gathered_over(program: EmittedProgram) -> set[tuple[int, ...]]:

@@ -9,7 +9,7 @@ from support.processes.habits import BETWEEN, OPTIMIZERS, losses
 from support.processes.pool import Pools
 
 from meshfold.errors import OptionError
-from meshfold.training.local_gradient import LocalGradient, local_tensor, mark_gradient
+from meshfold.training.shards.local_gradient import LocalGradient, local_tensor, mark_gradient
 
 SLOW = pytest.mark.slow
 PINS: dict[str, dict[str, Any]] = {

@@ -27,7 +27,7 @@ from meshfold.checkpoint_files.values import tensor_names
 from meshfold.errors import OptionError
 from meshfold.ir.op_graph import BufferInfo, FoldedGraph, ParameterInfo
 from meshfold.passes.graph.matched_parameters import matched_parameters
-from meshfold.training.checkpoint import MODEL
+from meshfold.training.saving.checkpoint import MODEL
 
 _SAVED = "give the model that was saved as the one with shared layers"
 

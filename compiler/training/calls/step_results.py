@@ -11,8 +11,8 @@ from meshfold.codegen.emit.pipeline import EmittedPipeline
 from meshfold.errors import OptionError
 from meshfold.ir.op_graph import OutputInfo
 from meshfold.ir.spmd import Layout
-from meshfold.training.batch_sizes import ProgramForm
-from meshfold.training.state_dict import StateExchange
+from meshfold.training.calls.batch_sizes import ProgramForm
+from meshfold.training.shards.state_dict import StateExchange
 
 
 def step_result(form: ProgramForm, outputs: Sequence[Tensor], states: StateExchange) -> Any:

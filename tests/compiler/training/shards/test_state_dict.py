@@ -11,7 +11,7 @@ from meshfold.ir.mesh import Mesh, MeshAxis
 from meshfold.ir.spmd import is_legal, parse_layout
 from meshfold.sharding.layout import shard_of
 from meshfold.torch_compat.dtensor import checkpoint_layout, drop_axes, placements_of
-from meshfold.training.state_dict import StateExchange, StoredTensor
+from meshfold.training.shards.state_dict import StateExchange, StoredTensor
 
 MESH = Mesh((MeshAxis("dp", 2), MeshAxis("tp", 2)))
 

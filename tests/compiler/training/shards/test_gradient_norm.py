@@ -14,7 +14,7 @@ from meshfold.capture.pipeline import Captured, capture
 from meshfold.errors import MeshfoldError, OptionError
 from meshfold.ir.mesh import Mesh
 from meshfold.ir.strategy import UniformStrategy
-from meshfold.training.gradient_norm import sharded_axes, total_norm
+from meshfold.training.shards.gradient_norm import sharded_axes, total_norm
 from meshfold.validation.float64_mode import float64_everywhere
 
 STRATEGIES = [

@@ -11,7 +11,7 @@ from support.processes.checkpoint import Run, contents, same
 import meshfold
 from meshfold.checkpoint_files.index import SavedGroup, SavedOptimizer
 from meshfold.errors import OptionError
-from meshfold.training.optimizer_state import encoded_optimizer, merged, restore, state_of
+from meshfold.training.saving.optimizer_state import encoded_optimizer, merged, restore, state_of
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ from meshfold.distributed.agreement import agreed, gathered
 from meshfold.errors import MeshfoldError, OptionError
 from meshfold.torch_compat.dtensor import empty_as, part_of
 from meshfold.training.compiled_model import CompiledModel
-from meshfold.training.optimizer_state import (
+from meshfold.training.saving.optimizer_state import (
     State,
     check_optimizer,
     encoded_optimizer,

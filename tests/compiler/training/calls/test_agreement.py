@@ -14,7 +14,7 @@ from meshfold.api import plan_captured
 from meshfold.capture.pipeline import capture
 from meshfold.ir.options import CompileOptions
 from meshfold.plan_file.io import plan_to_json
-from meshfold.training.agreement import checksum
+from meshfold.training.calls.agreement import checksum
 
 LINES = {
     "seeds": "RanksDifferError: the initial values of up.weight on rank 3 are not those on rank 0",

@@ -20,7 +20,7 @@ from meshfold.codegen.program.emitted import EmittedProgram
 from meshfold.distributed.rank_mesh import RankMesh, all_reduced
 from meshfold.errors import OptionError
 from meshfold.ir.mesh import PIPELINE_AXIS
-from meshfold.training.local_gradient import local_tensor
+from meshfold.training.shards.local_gradient import local_tensor
 
 ShardedAxes = Mapping[str, frozenset[str]]
 """By name of a parameter the axes of the storage mesh over which ranks hold different shards."""

@@ -10,7 +10,7 @@ from support.models.hugging_face import FAMILIES, tiny_model
 from torch import Tensor, nn
 
 from meshfold.errors import MeshfoldError
-from meshfold.training.initialization import initial_values
+from meshfold.training.shards.initialization import initial_values
 
 CPU = torch.device("cpu")
 

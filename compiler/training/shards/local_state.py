@@ -14,9 +14,9 @@ from meshfold.ir.mesh import PIPELINE_AXIS
 from meshfold.ir.op_graph import BufferInfo, ParameterInfo, SourceKind
 from meshfold.sharding.layout import shard_of
 from meshfold.torch_compat.dtypes import torch_dtype
-from meshfold.training.host_storage import stored_on_host
-from meshfold.training.initialization import initial_values
-from meshfold.training.state_dict import StateExchange, StoredTensor
+from meshfold.training.shards.host_storage import stored_on_host
+from meshfold.training.shards.initialization import initial_values
+from meshfold.training.shards.state_dict import StateExchange, StoredTensor
 
 
 @dataclass(frozen=True)

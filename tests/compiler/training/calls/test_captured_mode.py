@@ -6,7 +6,7 @@ from torch import nn
 
 from meshfold.capture.pipeline import capture
 from meshfold.errors import OptionError
-from meshfold.training.captured_mode import CapturedMode
+from meshfold.training.calls.captured_mode import CapturedMode
 
 
 class Layers(nn.Module):

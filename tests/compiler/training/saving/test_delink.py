@@ -13,7 +13,7 @@ from torch import nn
 
 import meshfold
 from meshfold.errors import MeshfoldError
-from meshfold.training.delink import Delinked, delink
+from meshfold.training.saving.delink import Delinked, delink
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.errors import OptionError
-from meshfold.training.call_arguments import CallArguments, named_inputs
+from meshfold.training.calls.call_arguments import CallArguments, named_inputs
 
 
 class Net(nn.Module):

@@ -1,0 +1,2 @@
+"""One call of a compiled model: its arguments, which program runs it, what ranks compare before
+it, what it returns."""

@@ -1,0 +1,1 @@
+"""Checkpoints of a compiled model and its optimizer, from plan to plan."""
