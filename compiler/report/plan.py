@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshfold.ir.plan import Plan, RegionPlan, RegionRun, StagePlan
+from meshfold.passes.planner.find_pipeline import excludes_pipelines
 from meshfold.plan_file.text import write_layout
 from meshfold.report.hybrid_shard import hybrid_shard_text
 from meshfold.report.memory import memory_view
@@ -172,8 +173,15 @@ def _baselines_table(plan: Plan) -> RenderableType:
     several = [b for b in plan.baselines if b.strategy.microbatches * b.strategy.pp > 1]
     faster = [b.name for b in several if b.fits and b.step_s < NOTABLE * plan.time.step_s]
     if faster and not plan.schedule:
-        lines.append(f"{', '.join(faster)}: faster in microbatches or stages, which a pin left out")
+        lines.append(f"{', '.join(faster)}: faster in microbatches or stages, {_why_not(plan)}")
     return Group(indented(table), indented(lines_view(lines, "dim")))
+
+
+def _why_not(plan: Plan) -> str:
+    """Why a plan in one pass was chosen beside a faster baseline in microbatches or stages."""
+    if excludes_pipelines(plan.pins):
+        return "which a pin left out"
+    return "as the search adds up times; the best plan of that kind is slower as simulated"
 
 
 def _regions_table(plan: Plan) -> RenderableType:

@@ -17,7 +17,7 @@ import numpy as np
 from meshfold.cost_models.op_costs.optimizers import has_states
 from meshfold.cost_models.pipeline.schedules import V_ORDERS
 from meshfold.errors import InfeasibleError, OptionError
-from meshfold.ir.options import VIRTUAL_STAGES, CompileOptions, PinValue
+from meshfold.ir.options import LAYOUT, VIRTUAL_STAGES, CompileOptions, PinValue
 from meshfold.ir.plan import MeshOutcome, Plan, PricedStrategy, SearchStats
 from meshfold.passes.graph.boundaries import carried_sequences, carries_feature_maps
 from meshfold.passes.memory.host_use import HostUse
@@ -43,8 +43,9 @@ def is_pipeline_pinned(pins: Mapping[str, PinValue]) -> bool:
 
 def excludes_pipelines(pins: Mapping[str, PinValue]) -> bool:
     """Whether pins ask for one microbatch, which no stages are worth, or for what stages do not
-    do."""
+    do: layouts of parameters among them."""
     is_one = pins.get("microbatches") == 1 or any(pins.get(name) for name in ONE_PASS_PINS)
+    is_one |= any(name.startswith(LAYOUT) for name in pins)
     return is_one and not is_pipeline_pinned(pins)
 
 

@@ -60,13 +60,15 @@ def test_the_margin_beside_the_budget_is_said() -> None:
 
 
 def test_a_baseline_in_microbatches_that_is_faster_is_said() -> None:
-    plan = example_plan()
+    plan = replace(example_plan(), pins={"microbatches": 1})
     words = "ZeRO-3: faster in microbatches or stages, which a pin left out"
     for step_s, microbatches, is_said in ((0.3, 2, True), (0.3, 1, False), (0.34, 2, False)):
         strategy = replace(plan.baselines[1].strategy, microbatches=microbatches)
         row = replace(plan.baselines[1], strategy=strategy, step_s=step_s)
         text = " ".join(" ".join(page(summary_view(replace(plan, baselines=(row,))))).split())
         assert (words in text) == is_said
+    free = summary_view(replace(plan, baselines=(replace(row, step_s=0.3),), pins={"zero": 1}))
+    assert "best plan of that kind is slower as simulated" in " ".join(page(free))
 
 
 def test_what_is_bucketed_is_said() -> None:
