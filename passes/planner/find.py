@@ -56,8 +56,8 @@ def find_plan_for(
     batch_size: global batch, the size of dim 0 of the inputs that are to be sharded. probe: what
     the memory model asks about local ops. shared: what earlier searches for the same graph, cluster
     and batch left; the plan does not depend on it. prices_memory: a note says what the budget
-    costs. Raises OptionError for a pin or batch that cannot be
-    kept, InfeasibleError when nothing fits."""
+    costs. Raises OptionError for a pin or batch that cannot be kept, InfeasibleError when nothing
+    fits."""
     shared = shared or SharedWork()
     request = PlanRequest(folded, cluster, options, model_name, batch_size, probe, shared)
     plan = find_finalists(request, progress)[0]
@@ -94,23 +94,28 @@ def _plans(request: PlanRequest, progress: Progress | None) -> tuple[Plan, ...]:
     if needs_pipeline:
         return plan_with_pipelines(request, ())
     plans: tuple[Plan, ...] = ()
-    too_large: InfeasibleError | None = None
+    no_pass: OptionError | InfeasibleError | None = None
     one_pass_only = excludes_pipelines(options.pins)
     try:
         plans = _plans_in_one_pass(request, progress)
         if one_pass_only:
             baselines = fitting_rows(request, plans[0].baselines)
             return tuple(replace(plan, baselines=baselines) for plan in plans)
-    except InfeasibleError as error:
+    except (OptionError, InfeasibleError) as error:
+        # Pins of dp and tp that leave devices over may ask for stages.
         if one_pass_only:
             raise
-        too_large = error
+        no_pass = error
     try:
         return plan_with_pipelines(request, plans)
-    except (OptionError, InfeasibleError) as error:
-        if too_large is None:
+    except InfeasibleError as error:
+        if isinstance(no_pass, InfeasibleError):
+            raise no_pass from error  # it says what is missing without a pipeline
+        raise
+    except OptionError as error:
+        if no_pass is None:
             raise
-        raise too_large from error  # it says what is missing without a pipeline
+        raise no_pass from error
 
 
 def _plans_in_one_pass(request: PlanRequest, progress: Progress | None) -> tuple[Plan, ...]:

@@ -1,5 +1,5 @@
-"""Outcomes of one rank alone; those of two are in tests/compiler/training/saving/test_checkpoint.py.
-Numbers of several ranks."""
+"""Outcomes of one rank alone, and numbers of several ranks; outcomes of two are in
+tests/compiler/training/saving/test_checkpoint.py."""
 
 import pytest
 from support.processes.agreement import ODD

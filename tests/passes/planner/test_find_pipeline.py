@@ -310,6 +310,12 @@ def test_pipelines_compete_unless_pins_forbid_them():
     assert alone.schedule == "" and LAYERS not in alone.search.pruned
 
 
+def test_pins_that_leave_devices_over_ask_for_stages():
+    assert plan(pins={"dp": 1, "tp": 2}, layers=4).strategy.pp == 2
+    with pytest.raises(OptionError, match="pin dp=3 cannot be kept on 4 devices; dp can be"):
+        plan(pins={"dp": 3})
+
+
 def test_nothing_fits():
     with pytest.raises(InfeasibleError, match="with or without a pipeline"):
         plan("llama", memory_bytes=10_000, pins={"pp": 2})
