@@ -36,7 +36,7 @@ from meshfold.passes.planner.shared_work import SharedWork
 from meshfold.plan_file.io import load_plan
 from meshfold.refine.fitting import fastest_that_fits
 from meshfold.training.calls.agreement import NUM_COMPARED, agreed_states, states_text
-from meshfold.training.calls.call_arguments import named_inputs
+from meshfold.training.calls.call_arguments import kind_text, named_inputs
 from meshfold.training.compiled_model import CompiledModel
 
 ExampleArguments = Mapping[str, Any] | Sequence[Any]
@@ -202,6 +202,8 @@ def _resolve(text: ClusterSpec | str) -> ClusterSpec:
     """What the text means; a preset without a count is as large as the job, if there is one."""
     if isinstance(text, ClusterSpec):
         return text
+    if not isinstance(text, str):
+        raise OptionError(f"the cluster is {kind_text(text)}; pass a ClusterSpec, a name or a path")
     has_count = text.endswith(".json") or "/" in text or re.search(r"x\d+$", text) is not None
     if has_count or not _is_in_job():
         return resolve_cluster(text)

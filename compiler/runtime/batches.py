@@ -54,6 +54,8 @@ class BatchReader:
         """The tensors of `batch`. Raises OptionError for one that does not fit the program."""
         self.refuse_arguments(batch)
         tensors = self._tensors(batch)
+        for name, value in tensors.items():
+            _refuse_tensor(name, value)
         local = {name: self._is_local(name, value) for name, value in tensors.items()}
         dtypes = {name: torch_dtype(info.dtype) for name, info in self.infos.items()}
         placed = {n: value.to(self.mesh.device, dtypes[n]) for n, value in tensors.items()}
@@ -274,3 +276,22 @@ def _layouts(programs: Sequence[EmittedProgram]) -> Iterator[tuple[str, list[Lay
                 if source.kind is SourceKind.INPUT:
                     layouts.setdefault(source.name, []).append(layout)
     yield from layouts.items()
+
+
+def _refuse_tensor(name: str, value: Tensor) -> None:
+    """Raises OptionError for a tensor that no step reads as the model would."""
+    if value.is_meta:
+        raise OptionError(f"{name} is on the meta device and has no values; pass a real batch")
+    if not torch.is_grad_enabled():
+        return
+    if value.is_inference():
+        raise OptionError(
+            f"{name} was made under torch.inference_mode(), and no backward reads such a tensor; "
+            f"pass {name}.clone()"
+        )
+    if value.requires_grad:
+        # A rank has the part of this gradient that its shards make, and nothing adds the parts up.
+        raise OptionError(
+            f"{name} requires a gradient, and a program computes those of parameters alone; pass "
+            f"{name}.detach()"
+        )

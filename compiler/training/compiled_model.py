@@ -34,7 +34,7 @@ from meshfold.training.calls.batch_sizes import OtherSizes, ProgramForm, form_of
 from meshfold.training.calls.call_arguments import CallArguments, in_order
 from meshfold.training.calls.captured_mode import CapturedMode
 from meshfold.training.calls.other_calls import Calls
-from meshfold.training.calls.step_results import check_loss, step_result
+from meshfold.training.calls.step_results import check_gradient, check_loss, step_result
 from meshfold.training.module_tree import BoundTensors, canonical_names, copied, register_shards
 from meshfold.training.sharded_model import ShardedModel
 from meshfold.training.shards.gradient_norm import clip_gradients, sharded_axes
@@ -184,6 +184,7 @@ class CompiledModel(ShardedModel):
             with torch.enable_grad():
                 outputs = self._run(form, runner, named, timeout_s)
                 if not runs_backward:
+                    check_gradient(outputs[0])
                     torch.autograd.backward(outputs[0])
                 for name, parameter in self.named_parameters():
                     if self._canonical[name] in self._sharded:

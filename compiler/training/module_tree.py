@@ -60,6 +60,8 @@ class BoundTensors:
         for name, form in self.forms.items():
             if name not in now:
                 return f"{name} was taken out of the compiled model; {_WHAT_NEXT}"
+            if now[name].is_meta:
+                return f"{name} is on the meta device on this rank, without values; {_WHAT_NEXT}"
             if (now[name].shape, now[name].dtype) != form:
                 return (
                     f"{name} is {_text(now[name].shape, now[name].dtype)} on this rank, and was "

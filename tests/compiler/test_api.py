@@ -13,7 +13,7 @@ import meshfold
 from meshfold.api import batch_size_of
 from meshfold.capture.pipeline import capture
 from meshfold.cost_models.hardware.devices import resolve_cluster
-from meshfold.errors import CaptureError, PlanMismatchError
+from meshfold.errors import CaptureError, OptionError, PlanMismatchError
 from meshfold.plan_file.io import plan_to_json, save_plan
 
 TWO = resolve_cluster("local-cpu", 2)
@@ -25,6 +25,15 @@ def test_find_plan_takes_a_preset_and_keeps_pins() -> None:
     plan = meshfold.find_plan(model, "dgx-h100", batch, options=options)
     assert (plan.world_size, plan.strategy.dp, plan.strategy.tp) == (8, 4, 2)
     assert plan.model.name == "Stack" and plan.model.batch_size == 8
+
+
+def test_what_is_no_model_and_what_is_no_cluster_is_refused() -> None:
+    model, batch = stack_model(2)
+    for wrong, shown in ((None, "None"), (nn.Linear, "the class Linear")):
+        with pytest.raises(OptionError, match=f"the model is {shown}; pass an nn.Module"):
+            meshfold.compile(wrong, "local-cpu", batch)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="the cluster is None; pass a ClusterSpec, a name or"):
+        meshfold.compile(model, None, batch)  # type: ignore[arg-type]
 
 
 def _stored(plan: meshfold.Plan) -> set[str]:

@@ -72,8 +72,15 @@ class CallArguments:
 def named_inputs(model: nn.Module, example_inputs: Any) -> Mapping[str, Any]:
     """Example inputs by name; a tuple of them is in the order of the model's arguments. Raises
     OptionError."""
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"the model is {kind_text(model)}; pass an nn.Module, made and ready")
     positional, named = in_order(example_inputs)
     return CallArguments.of(model, {}).named(positional, {}) if positional else named
+
+
+def kind_text(value: object) -> str:
+    """What a wrong argument is, in a message."""
+    return f"the class {value.__name__}" if isinstance(value, type) else repr(value)[:80]
 
 
 def in_order(batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from meshfold.capture.trace.returned import NOTHING
@@ -51,3 +52,18 @@ def check_loss(output: OutputInfo) -> None:
             f"the model returns a tensor of shape {list(output.shape)}, and a step needs a "
             "loss of no dims; pass labels, or wrap the model so that it returns its loss"
         )
+
+
+def check_gradient(loss: Tensor) -> None:
+    """Raises OptionError where a backward of `loss` reaches no parameter."""
+    if loss.requires_grad:
+        return
+    if torch.is_inference_mode_enabled():
+        raise OptionError(
+            "train_step under torch.inference_mode(), which keeps no gradients; call it outside, "
+            "or call the model itself to evaluate"
+        )
+    raise OptionError(
+        "nothing that the loss depends on requires a gradient: every parameter is frozen; set "
+        "requires_grad of those that are trained, or call the model under torch.no_grad()"
+    )

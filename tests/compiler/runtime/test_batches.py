@@ -49,6 +49,11 @@ def test_an_input_that_is_wanted_whole_is_gathered_once() -> None:
     assert run(body) == [(True, 1), (True, 1)]
 
 
+def _made_without_gradients() -> Tensor:
+    with torch.inference_mode():
+        return torch.ones(4, 8, dtype=torch.float64)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -59,6 +64,9 @@ def test_an_input_that_is_wanted_whole_is_gathered_once() -> None:
         (lambda b: b | {"x": b["x"].float()}, "x has dtype float32; the program was captured with"),
         (lambda b: {"x": b["x"]}, "the batch has tensors x; the program was captured with target"),
         (lambda b: b | {"mask": b["x"]}, "the batch has tensors mask, target, x; the program"),
+        (lambda b: b | {"x": b["x"].to("meta")}, "x is on the meta device and has no values"),
+        (lambda b: b | {"x": _made_without_gradients()}, r"inference_mode\(\), .*; pass x.clone"),
+        (lambda b: b | {"x": b["x"].clone().requires_grad_()}, "x requires a gradient, .*detach"),
         (lambda b: b | {"scale": 2}, "argument scale=2 was not captured with this value"),
     ],
 )

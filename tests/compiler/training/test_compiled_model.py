@@ -71,6 +71,7 @@ CHANGES: dict[str, tuple[Callable[[CompiledModel], object], str]] = {
         r"layers.0.up.bias is float32\[3\] on this rank, and was compiled as float64",
     ),
     "added": (lambda m: m.add_module("more", nn.Linear(2, 2)), "more.weight was put into the"),
+    "meta": (lambda m: m.to("meta"), "layers.0.up.weight is on the meta device on this rank"),
     "removed": (lambda m: delattr(m, "layers"), "was taken out of the compiled model"),
 }
 
@@ -100,6 +101,15 @@ def test_a_batch_may_be_the_only_argument_and_what_is_no_tensor_is_refused() -> 
     for wrong, shown in ((None, "None"), (x.numpy(), "of type ndarray"), ([[0.0] * 4], ".*=0.0")):
         with pytest.raises(OptionError, match=f"argument x[.=0-9]*{shown}.* was not captured"):
             compiled.train_step({"x": wrong})
+
+
+def test_a_step_that_trains_nothing_is_refused() -> None:
+    _, batch, compiled = compiled_stack()
+    with torch.inference_mode(), pytest.raises(OptionError, match=r"train_step under torch.infer"):
+        compiled.train_step(batch)
+    compiled.requires_grad_(False)
+    with pytest.raises(OptionError, match="requires a gradient: every parameter is frozen"):
+        compiled.train_step(batch)
 
 
 def test_symmetric_memory_needs_a_job() -> None:
