@@ -24,7 +24,7 @@ from meshfold.cost_models.memory.parameter_uses import How, ParameterUse
 from meshfold.cost_models.memory.recomputation import LocalStep
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.conversion_step import Step
-from meshfold.ir.op_graph import Arg, Hole, OpGraph, Ref, SlotKind
+from meshfold.ir.op_graph import ITEM_BYTES, Arg, Hole, OpGraph, Ref, SlotKind
 from meshfold.ir.spmd import Layout, local_shape
 from meshfold.ir.strategy import KeptResults, OpTyping, RegionTyping
 from meshfold.passes.graph.without_dropout import ATTENTION
@@ -34,7 +34,13 @@ from meshfold.passes.price.parameter_groups import changed_axes, is_unbucketed, 
 from meshfold.passes.price.parameters import local_bytes, stored_bytes
 from meshfold.passes.rules.localize import localize
 from meshfold.passes.rules.ops.attention import RING_ATTENTION, ring_call
-from meshfold.passes.rules.ops.loss import CLASSES_OF_LOSSES, LINEAR_CROSS_ENTROPY
+from meshfold.passes.rules.ops.index import EMBEDDING
+from meshfold.passes.rules.ops.loss import (
+    CLASSES_OF_LOSSES,
+    CROSS_ENTROPY,
+    LINEAR_CROSS_ENTROPY,
+    NARROW_CROSS_ENTROPY,
+)
 
 Probe = Callable[[ProbeKey], OpProbe]
 
@@ -174,7 +180,7 @@ class LocalProgramBuilder:
         args, kwargs = localize(self.graph, k, typing, self.mesh.sizes)
         count = iter(range(len(operands)))
         key = ProbeKey(
-            op.target,
+            _as_runs(op.target, typing),
             tuple(self._bound(a, count) for a in args),
             tuple((name, self._bound(a, count)) for name, a in kwargs),
             _as_kernels_get_them(op.target, tuple(self.specs[t] for t in operands)),
@@ -182,7 +188,7 @@ class LocalProgramBuilder:
         )
         if (call := ring_call(op, typing.rules, self.mesh.sizes)) is not None:
             key = ProbeKey(RING_ATTENTION, call, (), key.operands)
-        answer = self.probe(key)
+        answer = _of_shards(self.probe(key), key, typing)
         outputs = tuple(self._add(o.spec) for o in answer.outputs)
         self.steps.append(LocalStep(operands, outputs, answer))
         self.origins.append(k)
@@ -222,6 +228,31 @@ class LocalProgramBuilder:
         probe = conversion_probe(step, sizes, before, after)
         self.steps.append(LocalStep((t,), (new,), probe))
         return new
+
+
+def _as_runs(target: str, typing: OpTyping) -> str:
+    """The op that a rank runs: classes that are sharded have a loss of their own."""
+    if target != CROSS_ENTROPY:
+        return target
+    logits, dim, _ = CLASSES_OF_LOSSES[target]
+    is_sharded = any(t.is_shard and t.dim == dim for t in typing.inputs[logits])
+    return NARROW_CROSS_ENTROPY if is_sharded else target
+
+
+def _of_shards(answer: OpProbe, key: ProbeKey, typing: OpTyping) -> OpProbe:
+    """What a rank keeps of a lookup of rows that are sharded: the numbers that indices have among
+    its own rows, and which are its own (meshfold.ops.local_implementations.embedding)."""
+    if key.target != EMBEDDING or not any(t.is_shard and t.dim == 0 for t in typing.inputs[0]):
+        return answer
+    ids = key.operands[1]
+    kept = tuple(k for k in answer.saved_operands if k != 1)
+    is_local_bytes = ids.num_bytes // ITEM_BYTES[ids.dtype]
+    return replace(
+        answer,
+        saved_operands=kept,
+        saved_bytes=answer.saved_bytes + ids.num_bytes + is_local_bytes,
+        forward_scratch_bytes=answer.forward_scratch_bytes + answer.outputs[0].num_bytes,
+    )
 
 
 def _as_kernels_get_them(target: str, specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:

@@ -31,16 +31,16 @@ from meshfold.ir.op_graph import (
     Value,
 )
 from meshfold.ir.spmd import Layout
+from meshfold.passes.rules.ops.index import EMBEDDING
 from meshfold.passes.rules.ops.random import draw_of
 from meshfold.passes.split.pieces import cut_at
 
 _LINEAR, _ADDMM, _MM = "aten.linear.default", "aten.addmm.default", "aten.mm.default"
-_EMBEDDING = "aten.embedding.default"
 _CAT, _ADD, _SLICE = "aten.cat.default", "aten.add.Tensor", "aten.slice.Tensor"
 
-_WEIGHT = {_LINEAR: 1, _ADDMM: 2, _MM: 1, _EMBEDDING: 0}
+_WEIGHT = {_LINEAR: 1, _ADDMM: 2, _MM: 1, EMBEDDING: 0}
 """Which argument of an op is the parameter that is sliced."""
-_JOINED = {_LINEAR: 0, _ADDMM: 1, _MM: 1, _EMBEDDING: 1}
+_JOINED = {_LINEAR: 0, _ADDMM: 1, _MM: 1, EMBEDDING: 1}
 """The dim of it whose slices make columns of the result."""
 _SUMMED = {_LINEAR: 1, _ADDMM: 0, _MM: 0}
 """The dim of it whose slices make summands of the result."""
@@ -304,7 +304,7 @@ class _Writer:
 
     def _with_weight(self, op: Op, weight: int, target: str) -> tuple[Arg, ...]:
         """The arguments of a slice by columns of the result, without a bias."""
-        if op.target == _EMBEDDING:
+        if op.target == EMBEDDING:
             return (Ref(weight), *map(self._arg, op.args[1:]))
         x = op.args[1] if op.target == _ADDMM else op.args[0]
         return self._arg(x), Ref(weight)

@@ -234,10 +234,10 @@ def _one_hot(op: BoundOp) -> OpLabels:
     return OpLabels((ids,), ((*ids, None),))
 
 
+EMBEDDING = "aten.embedding.default"
+
 INDEX_RULES = {
-    "aten.embedding.default": rule(
-        "weight indices padding_idx scale_grad_by_freq sparse", _embedding
-    ),
+    EMBEDDING: rule("weight indices padding_idx scale_grad_by_freq sparse", _embedding),
     "aten.index_select.default": rule("self dim index", _index_select),
     "aten.index.Tensor": rule("self indices", _index),
     "aten.gather.default": rule("self dim index sparse_grad", _gather),

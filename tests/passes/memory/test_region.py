@@ -166,8 +166,10 @@ STRATEGIES = (
 def test_peak_of_an_emitted_program(
     family: str, strategy: UniformStrategy, captures: Captures
 ) -> None:
+    """A lookup and a loss of shards keep what those of all rows and classes do not."""
     predicted, counted = emitted_peaks(*captures(family), strategy)
-    assert predicted == pytest.approx(counted, rel=0.03)
+    assert predicted == pytest.approx(counted, rel=0.03 if strategy.sequence_parallel else 1e-4)
+    assert counted <= predicted + 8
 
 
 @pytest.mark.parametrize(
