@@ -12,7 +12,12 @@ from dataclasses import replace
 from meshfold.codegen.emit.memo import EmissionMemo
 from meshfold.codegen.emit.pass_pipeline import emit
 from meshfold.codegen.program.emitted import RegionProgram
-from meshfold.codegen.program.region_schedule import ActionKind, ChunkedBoundary, RegionSchedule
+from meshfold.codegen.program.region_schedule import (
+    ActionKind,
+    ChunkedBoundary,
+    OpsSegment,
+    RegionSchedule,
+)
 from meshfold.codegen.schedule.list_scheduling import costs_of_regions
 from meshfold.codegen.schedule.segment_costs import SegmentCosts
 from meshfold.ir.conversion_step import Step
@@ -89,8 +94,8 @@ class _Writer:
         self.sent = boundary.sent_names(self.schedule)
         self.idle = boundary.idle(self.schedule)
         self.saved: dict[int, int] = {}
-        """Bytes saved for deferred gradients of segments whose backward has run, but for
-        the last one: its bytes are alive in eager mode as well."""
+        """Bytes saved for deferred gradients of products whose backward has run, by segment, but
+        for the last one: its bytes are alive in eager mode as well, until another op runs."""
         self.last_saved: dict[int, int] = {}
 
     def write(self) -> RegionEvents:
@@ -158,12 +163,7 @@ class _Writer:
                 made = self.schedule.graph.segments[number].outputs
                 for name in (name for name in made if name in self.sent):
                     yield Event("consume", number=self.sent.index(name))
-                if self.schedule.graph.segments[number].kind == "ops":
-                    self.saved |= self.last_saved
-                    self.last_saved = {}
                 yield from self._segment(number, 1)
-                if number in self.schedule.deferred_bytes:
-                    self.last_saved = {number: self.schedule.deferred_bytes[number]}
             case ActionKind.WEIGHTS:
                 yield Event("compute", self.schedule.deferred_s[number])
                 for saved in (self.saved, self.last_saved):
@@ -178,15 +178,7 @@ class _Writer:
         graph = self.schedule.graph
         segment = graph.segments[number]
         if segment.kind == "ops":
-            left_s = self.schedule.deferred_s.get(number, 0.0) if direction else 0.0
-            for seconds, transfer, origin in self.prices.works(graph, segment, direction):
-                inside = self.inside[origin][direction]
-                if transfer is not None:
-                    yield Event("inline", inside_bytes=inside, collective=transfer)
-                # The products whose gradients of weights are deferred.
-                now_s = min(left_s, seconds)
-                left_s -= now_s
-                yield Event("compute", seconds - now_s, inside)
+            yield from self._ops(number, segment, direction)
             return
         seconds, transfer, origin = self.prices.conversion(segment, direction)
         inside = self.inside[origin][direction]
@@ -198,3 +190,23 @@ class _Writer:
         elif transfer is not None:
             yield Event("wait", inside_bytes=inside, number=start)
             yield Event("compute", seconds, inside)
+
+    def _ops(self, number: int, segment: OpsSegment, direction: int) -> Iterator[Event]:
+        """The ops of a segment. Those behind a product whose gradient of the weight is deferred
+        have what it is computed from beside them."""
+        deferred = direction and number in self.schedule.deferred_s
+        left_s = self.schedule.deferred_s[number] if deferred else 0.0
+        saved = self.schedule.deferred_bytes[number] if deferred else {}
+        for seconds, transfer, origin in self.prices.works(self.schedule.graph, segment, direction):
+            for k, num_bytes in self.last_saved.items():
+                self.saved[k] = self.saved.get(k, 0) + num_bytes
+            self.last_saved = {}
+            inside = self.inside[origin][direction]
+            if transfer is not None:
+                yield Event("inline", inside_bytes=inside, collective=transfer)
+            # The products whose gradients of weights are deferred.
+            now_s = min(left_s, seconds)
+            left_s -= now_s
+            yield Event("compute", seconds - now_s, inside)
+            if transfer is None and isinstance(origin, int) and origin in saved:
+                self.last_saved = {number: saved[origin]}

@@ -126,8 +126,8 @@ class RegionSchedule:
     graph: SegmentedGraph
     deferred_s: Mapping[int, float]
     """Seconds of deferred gradients of weights, by number of the segment."""
-    deferred_bytes: Mapping[int, int]
-    """What is saved for these until they run."""
+    deferred_bytes: Mapping[int, Mapping[int, int]]
+    """How much more is held until these run, by number of the segment, then of the product."""
     forward: tuple[RegionAction, ...]
     backward: tuple[RegionAction, ...]
     splits: Mapping[int, int] = field(default_factory=dict)

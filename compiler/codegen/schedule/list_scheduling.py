@@ -85,6 +85,6 @@ def listed(of: SegmentedRegion, bound_bytes: int) -> Orders:
 
 def region_schedule(of: SegmentedRegion, orders: Orders) -> RegionSchedule:
     """The schedule of a region that runs in `orders`."""
-    deferred_s = {k: seconds for k, (seconds, _) in of.deferred.items()}
-    deferred_bytes = {k: saved_bytes for k, (_, saved_bytes) in of.deferred.items()}
+    deferred_s = {k: seconds for k, (seconds, *_) in of.deferred.items()}
+    deferred_bytes = {k: more for k, (_, _, more) in of.deferred.items()}
     return RegionSchedule(of.graph, deferred_s, deferred_bytes, *orders)

@@ -1,6 +1,6 @@
 """A region in segments, with their costs and the gradients of weights that they defer."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,7 +11,12 @@ from meshfold.codegen.program.region_schedule import RegionSegment, SegmentedGra
 from meshfold.codegen.schedule.segment_costs import SegmentCosts
 from meshfold.codegen.schedule.split_backward import deferred_names, split_backward, weight_of
 from meshfold.ir.op_graph import SlotKind
+from meshfold.ir.spmd import Layout
 from meshfold.passes.price.parameters import local_bytes
+
+Deferred = tuple[float, Mapping[int, int], Mapping[int, int]]
+"""Of deferred gradients: seconds; bytes saved until they run, and how much more these are than the
+gradients, which come later, by number of the product."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +26,8 @@ class SegmentedRegion:
     region: RegionProgram
     costs: SegmentCosts
     graph: SegmentedGraph
-    deferred: Mapping[int, tuple[float, int]]
-    """(seconds, bytes saved until it runs) of deferred gradients, by number of the segment."""
+    deferred: Mapping[int, Deferred]
+    """By number of the segment."""
 
     @cached_property
     def readers(self) -> list[set[int]]:
@@ -57,8 +62,8 @@ def segmented(region: RegionProgram, costs: SegmentCosts, graph: SegmentedGraph)
     return SegmentedRegion(region, costs, graph, _deferred(graph, costs) if communicates else {})
 
 
-def _deferred(graph: SegmentedGraph, costs: SegmentCosts) -> dict[int, tuple[float, int]]:
-    found = {}
+def _deferred(graph: SegmentedGraph, costs: SegmentCosts) -> dict[int, Deferred]:
+    found: dict[int, Deferred] = {}
     has_gradient: set[int] = set()
     """Weights to whose gradients an earlier segment adds."""
     for k, segment in reversed(tuple(enumerate(graph.segments))):
@@ -70,18 +75,31 @@ def _deferred(graph: SegmentedGraph, costs: SegmentCosts) -> dict[int, tuple[flo
         for weight in (weight_of(n).meta[PLACE] for n in products):
             seconds += costs.added_s(*weight) if weight[0] in has_gradient else 0.0
             has_gradient.add(weight[0])
-        found[k] = seconds, sum(_saved_bytes(costs, product) for product in products)
+        saved = _saved_by_product(products, costs)
+        later = {n.meta[ORIGIN]: _bytes_of(weight_of(n).meta[PLACE], costs) for n in products}
+        more = {number: max(0, saved[number] - later[number]) for number in saved}
+        found[k] = seconds, saved, more
     return found
 
 
-def _saved_bytes(costs: SegmentCosts, product: fx.Node) -> int:
-    """What the gradient of a product's weight is computed from: the product's input, and the
-    gradient of its result."""
-    total = 0
-    for node in (product, *product.all_input_nodes):
-        if PLACE in node.meta:
+def _saved_by_product(products: Sequence[fx.Node], costs: SegmentCosts) -> dict[int, int]:
+    """Bytes that are kept for deferred gradients of weights, by number of the product: its input
+    and the gradient of its result, each with the first product that reads it in the backward."""
+    found, places = dict[int, int](), set[tuple[int, Layout]]()
+    slots = costs.ops.slots
+    for product in reversed(products):
+        num_bytes = 0
+        for node in (product, *product.all_input_nodes):
+            if PLACE not in node.meta or node.meta[PLACE] in places:
+                continue
             v, layout = node.meta[PLACE]
-            slots = costs.ops.slots
             if v >= len(slots) or slots[v].kind is not SlotKind.PARAMETER:
-                total += local_bytes(costs.ops.values[v], layout, costs.costs.mesh.sizes)
-    return total
+                places.add((v, layout))
+                num_bytes += _bytes_of((v, layout), costs)
+        found[product.meta[ORIGIN]] = num_bytes
+    return found
+
+
+def _bytes_of(place: tuple[int, Layout], costs: SegmentCosts) -> int:
+    v, layout = place
+    return local_bytes(costs.ops.values[v], layout, costs.costs.mesh.sizes)
