@@ -381,7 +381,16 @@ class Plan:
     def unproven_gap(self) -> float:
         """The part of the gap in which a plan might add up to less than all that were found; the
         rest is what this one adds up to beyond the least sum, which simulation passed over."""
-        bound_s, least_s = self.search.lower_bound_s, self.search.least_s or self.time.step_s
-        if bound_s <= 0:
-            return math.inf
-        return max(0.0, min(least_s, self.time.step_s) / bound_s - 1)
+        bound_s = self.search.lower_bound_s
+        return max(0.0, self._least_s / bound_s - 1) if bound_s > 0 else math.inf
+
+    @property
+    def memory_costs(self) -> float:
+        """What the memory limit costs: the least sum that fits over that without a limit, less 1;
+        0 where that is not known."""
+        unlimited_s = self.search.unlimited_s
+        return max(0.0, self._least_s / unlimited_s - 1) if unlimited_s else 0.0
+
+    @property
+    def _least_s(self) -> float:
+        return min(self.search.least_s or self.time.step_s, self.time.step_s)

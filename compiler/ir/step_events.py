@@ -262,6 +262,16 @@ class SimulatedStep:
         return self.compute_s + self.contention_s + self.exposed_s + self.bubble_s
 
     @property
+    def parts(self) -> dict[str, float]:
+        """What step_s is the sum of, by name; bubble only where there is one."""
+        parts = {
+            "compute": self.compute_s,
+            "slower beside collectives": self.contention_s,
+            "exposed communication": self.exposed_s,
+        }
+        return parts | ({"bubble": self.bubble_s} if self.bubble_s else {})
+
+    @property
     def hidden_share(self) -> Seconds:
         """Of the seconds of all collectives; 1 where there are none."""
         hidden_s = sum(row.hidden_s for row in self.overlap)

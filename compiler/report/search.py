@@ -25,10 +25,7 @@ def proof_text(plan: Plan) -> str:
             "bound of the simulated step"
         )
     text = f"{claim}: optimality gap {100 * plan.gap:.2f} %{_unproven_text(plan)}"
-    costs = plan.time.step_s / plan.search.unlimited_s - 1 if plan.search.unlimited_s else 0.0
-    if costs > 5e-4:
-        text += f"; the memory limit costs {100 * costs:.1f} %"
-    return text + _left_out_text(plan)
+    return text + _memory_limit_text(plan) + _left_out_text(plan)
 
 
 def _unproven_text(plan: Plan) -> str:
@@ -39,6 +36,11 @@ def _unproven_text(plan: Plan) -> str:
         f", {100 * plan.unproven_gap:.2f} % of it unproven: simulation passed over a plan that "
         "adds up to less"
     )
+
+
+def _memory_limit_text(plan: Plan) -> str:
+    costs = plan.memory_costs
+    return f"; the memory limit costs {100 * costs:.1f} %" if costs > 5e-4 else ""
 
 
 def _left_out_text(plan: Plan) -> str:
@@ -57,9 +59,7 @@ def share_text(plan: Plan) -> str:
     assert plan.simulated is not None
     if plan.mode == "scheduled" or plan.simulated.step_s < found.lower_bound_s:
         text += ", which is no bound of the simulated step"
-    costs = plan.time.step_s / found.unlimited_s - 1 if found.unlimited_s else 0.0
-    text += f"; the memory limit costs {100 * costs:.1f} %" if costs > 5e-4 else ""
-    return text + _left_out_text(plan)
+    return text + _memory_limit_text(plan) + _left_out_text(plan)
 
 
 def search_view(plan: Plan) -> RenderableType:

@@ -135,14 +135,7 @@ def _added_up(time: TimeEstimate) -> Waterfall:
 
 
 def _simulated(step: SimulatedStep) -> Waterfall:
-    parts = [
-        ("compute", step.compute_s),
-        ("slower beside collectives", step.contention_s),
-        ("exposed communication", step.exposed_s),
-    ]
-    if step.bubble_s:
-        parts.append(("bubble", step.bubble_s))
-    return Waterfall(tuple((label, s, seconds_text(s)) for label, s in parts))
+    return Waterfall(tuple((label, s, seconds_text(s)) for label, s in step.parts.items()))
 
 
 def _rates(plan: Plan) -> list[str]:

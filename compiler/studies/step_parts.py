@@ -21,12 +21,7 @@ def step_parts(plan: Plan, *, simulated: bool) -> StepParts:
     recomputed_s = None if events is None else _recomputed_s(events)
     if simulated:
         assert step is not None
-        parts = {
-            "compute": step.compute_s,
-            "slower beside collectives": step.contention_s,
-            "exposed communication": step.exposed_s,
-        }
-        return StepParts(step.step_s, parts, links, recomputed_s)
+        return StepParts(step.step_s, step.parts, links, recomputed_s)
     seconds = [f.name for f in fields(time) if f.name != "communication_s"]
     named = {name.removesuffix("_s").replace("_", " "): getattr(time, name) for name in seconds}
     return StepParts(time.step_s, named, links, recomputed_s)

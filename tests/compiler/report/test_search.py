@@ -51,6 +51,9 @@ def test_what_simulation_passed_over_is_told_from_what_is_unproven() -> None:
     assert passed.gap == plan.gap and passed.unproven_gap == pytest.approx(0.01)
     words = "6.50 %, 1.00 % of it unproven: simulation passed over a plan that adds up to less"
     assert words in proof_text(passed) and words.split(", ")[1] in page_of(summary_view(passed))
+    fits = replace(passed, search=replace(passed.search, unlimited_s=0.3232))
+    assert passed.memory_costs > 0.05 and fits.memory_costs == 0
+    assert "memory limit" not in proof_text(fits), "simulation passed a sum over, not the limit"
     slower = replace(plan, search=replace(plan.search, least_s=0.5))
     assert slower.unproven_gap == plan.gap
     nothing = replace(plan, search=replace(plan.search, lower_bound_s=0.0))

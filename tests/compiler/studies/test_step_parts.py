@@ -25,6 +25,15 @@ def test_a_plan_without_events_knows_seconds_by_link() -> None:
     assert found.links["nvlink"].num_bytes is None and found.recomputed_s is None
 
 
+def test_a_simulated_pipeline_waits_too() -> None:
+    plan = simulated_plan()
+    assert plan.simulated is not None and "bubble" not in plan.simulated.parts
+    waits = replace(plan, simulated=replace(plan.simulated, bubble_s=0.1))
+    found = step_parts(waits, simulated=True)
+    assert found.parts["bubble"] == 0.1
+    assert found.step_s == pytest.approx(sum(found.parts.values())) == waits.step_s
+
+
 def test_bytes_by_link_by_hand() -> None:
     """32 layers: a gather of 1 MiB, which the backward repeats of all but the last; a reduce-
     scatter of 2 MiB; inside an all-gather of 64 KiB; behind all an all-reduce of 4 KiB."""
