@@ -23,7 +23,6 @@ PLAN_VERSION: Literal[2] = 2
 
 TOKEN_DTYPES = ("int64", "int32")
 
-
 ConversionKind = Literal["activation", "parameter"]
 """What is converted."""
 
@@ -188,13 +187,17 @@ class StageCosts:
     end_s: Seconds
     """Of the device: from the start of the step to the end of its last work."""
     in_flight: Count
-    """Microbatches whose activations are saved at the worst moment of the device."""
+    """Microbatches whose activations the device keeps at its worst moment."""
     peak_bytes: Bytes
     """Of the device, with all of its stages where there are several."""
     memory: MemoryEstimate | None = None
-    """The same by component; None in the plan of an older meshfold."""
+    """The same by component; None in older plans, which have 0 of what follows."""
     microbatch_bytes: Bytes = 0
     """Activations that the stage keeps of one microbatch."""
+    weight_s: Seconds = 0.0
+    """Of backward_s, gradients of weights, where the schedule runs them apart."""
+    hop_s: Seconds = 0.0
+    """A transfer from the stage before, and one back to it."""
 
     def __post_init__(self) -> None:
         if self.memory is not None and self.memory.peak != self.peak_bytes:
@@ -379,8 +382,8 @@ class Plan:
 
     @property
     def unproven_gap(self) -> float:
-        """The part of the gap in which a plan might add up to less than all that were found; the
-        rest is what this one adds up to beyond the least sum, which simulation passed over."""
+        """That part in which a plan might add up to less than all that were found; the rest is what
+        this one adds up to beyond the least sum, which simulation passed over."""
         bound_s = self.search.lower_bound_s
         return max(0.0, self._least_s / bound_s - 1) if bound_s > 0 else math.inf
 

@@ -54,7 +54,12 @@ def predicted_spans(plan: Plan) -> tuple[ActionSpan, ...]:
             "show; plan with --pin pp=2 or --pin microbatches=4"
         )
     schedule = Schedule.parse(plan.schedule)
-    times = StageTimes.build([f.forward_s for f in figures], [f.backward_s for f in figures])
+    times = StageTimes.build(
+        [f.forward_s for f in figures],
+        [f.backward_s for f in figures],
+        weight_s=[f.weight_s for f in figures],
+        hop_s=[f.hop_s for f in figures[1:]],
+    ).between_devices(schedule)
     found = []
     for device, actions in enumerate(action_spans(schedule.actions(), times)):
         found += [ActionSpan.of(device, *span) for span in actions]

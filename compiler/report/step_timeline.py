@@ -58,7 +58,10 @@ def timeline_of(plan: Plan) -> Timeline:
     """The predicted timeline of any plan. Raises OptionError for one without a simulated step."""
     if plan.schedule:
         spans = predicted_spans(plan)
-        return Timeline(spans_text(spans), spans_json(spans), trace_json(spans))
+        how = "predicted"
+        if plan.simulated is not None:
+            how = f"stages add up, {seconds_text(plan.simulated.step_s)} as simulated"
+        return Timeline(spans_text(spans, how), spans_json(spans), trace_json(spans))
     simulation = simulated_timeline(plan)
     links = links_of(plan)
     return Timeline(

@@ -187,7 +187,8 @@ class _Writer:
     def stage(self, number: int) -> StagePlan:
         """A stage's runs and costs."""
         stage = self.found.plan.stages[number]
-        device = self.found.plan.schedule.device_of(number)
+        schedule, hop_s = self.found.plan.schedule, self.found.problem.chain.hop_s
+        device = schedule.device_of(number)
         layer_costs = StageCosts(
             forward_s=stage.forward_s,
             backward_s=stage.backward_s,
@@ -197,6 +198,8 @@ class _Writer:
             peak_bytes=self.found.plan.memory_bytes[device] + self.found.problem.fixed_bytes,
             memory=device_memory(self.problems, self.found, device),
             microbatch_bytes=microbatch_bytes(self.found, stage),
+            weight_s=stage.weight_s if schedule.splits_backward else 0.0,
+            hop_s=float(hop_s[stage.first]) if number else 0.0,
         )
         return StagePlan(runs_of(self.split, range(stage.first, stage.end)), layer_costs)
 

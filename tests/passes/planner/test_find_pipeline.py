@@ -12,6 +12,7 @@ from support.search.pipelines import PROBER, graph_of, problems_of, slow_links, 
 from meshfold.codegen.emit.pipeline import EmittedPipeline, emit_plan
 from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.cost_models.pipeline.actions import Pass
 from meshfold.cost_models.pipeline.makespan import StageTimes, device_ends_s
 from meshfold.cost_models.pipeline.schedules import Schedule, ScheduleKind
 from meshfold.errors import InfeasibleError, OptionError, PlanMismatchError
@@ -27,6 +28,7 @@ from meshfold.passes.planner.check import price_plan
 from meshfold.passes.planner.find import find_plan_for
 from meshfold.passes.rules.ops.experts import EXPERT_LOAD
 from meshfold.plan_file.io import plan_from_json, plan_to_json
+from meshfold.report.pipeline_timeline import predicted_spans
 
 
 def plan(family: str = "llama", num_devices: int = 4, layers: int = 2, **options) -> Plan:
@@ -251,6 +253,16 @@ def test_a_pinned_schedule_is_kept(kind):
     found = plan("gpt2", pins={"schedule": kind, "virtual_stages": 1})
     assert found.schedule.startswith(f"{kind}(")
     assert found.strategy.pp > 1
+    assert_drawn_as_planned(found)
+
+
+def assert_drawn_as_planned(found: Plan) -> None:
+    """What `timeline` draws of a pipeline ends when the plan says, transfers and W included."""
+    spans = predicted_spans(found)
+    drawn_s = max(span.end_s for span in spans)
+    stated_s = max(s.costs.end_s for s in found.stages)
+    assert drawn_s < stated_s < drawn_s + 1e-4  # the launch of the optimizer
+    assert any(s.kind == Pass.WEIGHT_GRADIENT for s in spans) == ("zero" in found.schedule)
 
 
 def test_interleaved_stages_are_written_down():
@@ -263,6 +275,7 @@ def test_interleaved_stages_are_written_down():
     assert found.memory.peak == max(s.costs.peak_bytes for s in found.stages)
     assert {s.costs.end_s for s in found.stages[::2]} == {found.stages[0].costs.end_s}
     assert found.gap >= 0
+    assert_drawn_as_planned(found)
     assert plan_from_json(plan_to_json(found)) == found
 
 
