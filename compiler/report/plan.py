@@ -170,17 +170,27 @@ def _baselines_table(plan: Plan) -> RenderableType:
             style="" if candidate.fits else "dim",
         )
     lines = [proof_text(plan) if seconds else share_text(plan)]
-    several = [b for b in plan.baselines if b.strategy.microbatches * b.strategy.pp > 1]
-    faster = [b.name for b in several if b.fits and b.step_s < NOTABLE * plan.time.step_s]
-    if faster and not plan.schedule:
-        lines.append(f"{', '.join(faster)}: faster in microbatches or stages, {_why_not(plan)}")
+    lines += _faster_baselines(plan)
     return Group(indented(table), indented(lines_view(lines, "dim")))
+
+
+def _faster_baselines(plan: Plan) -> list[str]:
+    """Why baselines that add up to less than the plan were not taken."""
+    found: dict[str, list[str]] = {}
+    for row in plan.baselines:
+        if row.fits and row.step_s < NOTABLE * plan.time.step_s:
+            several = not plan.schedule and row.strategy.microbatches * row.strategy.pp > 1
+            found.setdefault(_why_not(plan) if several else _SIMULATED, []).append(row.name)
+    return [f"{', '.join(names)}: faster {why}" for why, names in found.items()]
+
+
+_SIMULATED = "as the search adds up times; the simulated step decided"
 
 
 def _why_not(plan: Plan) -> str:
     """Why a plan in one pass was chosen beside a faster baseline in microbatches or stages."""
     if excludes_pipelines(plan.pins):
-        return "which a pin left out"
+        return "in microbatches or stages, which a pin left out"
     return "as the search adds up times; the best plan of that kind is slower as simulated"
 
 
