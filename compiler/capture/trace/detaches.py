@@ -198,6 +198,19 @@ class InnerGradients:
             )
         return tuple(self._leaves)
 
+    def refuse_accumulated(self, model: nn.Module, inputs: Iterable[torch.Tensor]) -> None:
+        """Raises CaptureError where forward has written to `.grad`, which no graph does:
+        torch.autograd.backward is no function that a mode sees, but it leaves this behind."""
+        named = {f"of {name}": parameter for name, parameter in model.named_parameters()}
+        others = dict.fromkeys((*self._leaves, *inputs), "of a tensor")
+        for tensor, whose in (*((p, n) for n, p in named.items()), *others.items()):
+            if tensor.is_leaf and tensor.grad is not None:
+                raise CaptureError(
+                    f"forward writes to .grad {whose}, by torch.autograd.backward or itself, which "
+                    "is lost in a graph; return a loss, and call backward outside",
+                    op="torch.autograd.backward",
+                )
+
 
 def _tensors(constants: Mapping[str, Any]) -> list[torch.Tensor]:
     return [c for c in constants.values() if isinstance(c, torch.Tensor)]

@@ -46,6 +46,7 @@ from meshfold.capture.trace.fake_model import ExampleInputs, FakeCopy
 from meshfold.capture.trace.functions import FunctionCall
 from meshfold.capture.trace.layer_drop import LayerDrops
 from meshfold.capture.trace.python_state import (
+    Buffers,
     Changes,
     DataReads,
     changed_state,
@@ -149,11 +150,12 @@ class _Traced(nn.Module):
         self.report = report
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        before = plain_state(self.model)
+        before, buffers = plain_state(self.model), Buffers(self.model)
         with self.watch, self.watch.drops.watching():
             returned = self.inputs.call(self.model, tensors)
         self.watch.checks.refuse_kept()
         self.watch.data_reads.refuse_written()
+        self.watch.gradients.refuse_accumulated(self.model, tensors)
         # Here: torch.export sets attributes back.
         self.report.changed = changed_state(before, self.model)
         named = name_outputs(returned)
@@ -166,6 +168,7 @@ class _Traced(nn.Module):
             chosen = chosen_outputs(returned, self.report.returns)
         tensors_checked = self.watch.checks.kept(chosen.tensors)
         self.report.chosen = replace(chosen, tensors=tensors_checked)
+        buffers.write_replaced()
         return *tensors_checked.values(), *self.report.marked
 
 

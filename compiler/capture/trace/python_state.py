@@ -169,3 +169,32 @@ class DataReads:
                     op="Tensor.data",
                     source=source,
                 )
+
+
+class Buffers:
+    """The buffers of a model before forward, so that one that it replaces (`self.mean = ...`) is
+    written instead: a graph knows writes to a buffer, not which tensor a name stands for."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._held = [
+            (module, name, buffer)
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    def write_replaced(self) -> None:
+        """Writes what has replaced buffers into them. Those of another shape or dtype stay."""
+        replaced = [
+            (module, name, buffer, new)
+            for module, name, buffer in self._held
+            if (new := module._buffers.get(name)) is not buffer
+            and isinstance(new, torch.Tensor)
+            and (new.shape, new.dtype) == (buffer.shape, buffer.dtype)
+        ]
+        # What is read is as it was before any is written: two buffers may have changed places.
+        held = {id(buffer) for _, _, buffer, _ in replaced}
+        values = [new.clone() if id(new) in held else new.detach() for *_, new in replaced]
+        for (module, name, buffer, _), value in zip(replaced, values, strict=True):
+            buffer.copy_(value)
+            module._buffers[name] = buffer

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from meshfold.capture.pipeline import capture
 from meshfold.capture.trace.python_state import changed_state, plain_state
 from meshfold.errors import CaptureError
+from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.strategy import UniformStrategy
 from meshfold.validation.float64_mode import float64_everywhere
 
@@ -143,6 +144,27 @@ def backward_inside(model: Model, h: Tensor) -> Tensor:
     return h
 
 
+def backward_by_function(model: Model, h: Tensor) -> Tensor:
+    torch.autograd.backward([model.first.weight.sum()])
+    return h
+
+
+def backward_to_a_leaf(model: Model, h: Tensor) -> Tensor:
+    leaf = h.detach().requires_grad_()
+    torch.autograd.backward([leaf.square().sum()])
+    return h + leaf.grad
+
+
+def gradient_set(model: Model, h: Tensor) -> Tensor:
+    model.first.weight.grad = torch.ones_like(model.first.weight)
+    return h
+
+
+def gradients_cleared(model: Model, h: Tensor) -> Tensor:
+    model.zero_grad()
+    return h
+
+
 def data_read_for_a_norm(model: Model, h: Tensor) -> Tensor:
     return h / h.data.norm() + model.first.weight.data.sum()
 
@@ -188,6 +210,10 @@ MIDDLES = {
     module_made_anew: r"forward changes scaling.training \(from None to True\)",
     hooked: "Tensor.register_hook inside of forward is lost in a graph; .*test_python_state.py",
     backward_inside: "Tensor.backward inside of forward is lost in a graph",
+    backward_by_function: "forward writes to .grad of first.weight, by torch.autograd.backward",
+    backward_to_a_leaf: "forward writes to .grad of a tensor, by torch.autograd.backward",
+    gradient_set: "forward writes to .grad of first.weight, by .* or itself",
+    gradients_cleared: "",
     data_read_for_a_norm: "",
     data_written_to: "a write to the memory of Tensor.data inside of forward is lost in a graph",
     read_data_written_to: "a write to the memory of Tensor.data .*test_python_state.py",
@@ -253,3 +279,42 @@ def test_data_is_a_tensor_without_a_gradient() -> None:
     program = emit_uniform(captured, UniformStrategy(dp=2), 8)
     for errors in errors_of_a_step(model, batch, captured, program):
         assert max(errors.values()) < 1e-12
+
+
+class Averaged(nn.Module):
+    """Keeps a running mean in a buffer, and another in turn with it."""
+
+    def __init__(self, replaces: bool) -> None:
+        super().__init__()
+        self.replaces = replaces
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("other", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, other = 0.9 * self.mean + 0.1 * x.mean(0), self.mean.clone()
+        if self.replaces:
+            self.mean, self.other = mean, self.mean
+        else:
+            self.mean.copy_(mean)
+            self.other.copy_(other)
+        return (self.linear(x) - mean + self.other).square().mean()
+
+
+class ManyAveraged(nn.Module):
+    def __init__(self, replaces: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Averaged(replaces) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(layer(x) for layer in self.layers)
+
+
+def num_writes(graph: FoldedGraph) -> int:
+    return sum(len(graph.regions[i.region].graph.mutations) for i in graph.instances)
+
+
+@pytest.mark.parametrize("model", [Averaged, ManyAveraged])
+def test_a_buffer_that_forward_replaces_is_written(model: type[nn.Module]) -> None:
+    replaced, written = (capture(model(r), {"x": torch.randn(8, 4)}).graph for r in (True, False))
+    assert num_writes(replaced) == num_writes(written) > 0
