@@ -57,8 +57,10 @@ from meshfold.capture.trace.lower import read_program
 from meshfold.capture.trace.module_names import refuse_lazy, refuse_names
 from meshfold.capture.trace.python_state import (
     Changes,
+    Kept,
     refuse_changing_state,
     refuse_gradient_hooks,
+    refuse_kept_tensors,
 )
 from meshfold.capture.trace.raw_program import RawProgram, number
 from meshfold.capture.trace.returned import NOTHING
@@ -221,6 +223,7 @@ def _capture(
         return fingerprint(second.graph) == fingerprint(trace.captured.graph)
 
     refuse_changing_state(trace.changed, is_same)
+    refuse_kept_tensors(trace.kept, trace.held, is_same)
     if trace.drops.num_branches:
         _refuse_other_branches(trace, lambda: traced(False, skips=True))
     return trace.captured
@@ -239,11 +242,13 @@ def _refuse_other_branches(trace: "_Trace", skipping: Callable[[], "_Trace"]) ->
 
 @dataclass(frozen=True)
 class _Trace:
-    """changed: the plain state that forward changed. drops: layers that it may skip. skipped: the
-    fingerprint of the program without them."""
+    """changed, kept, held: the state that forward changed. drops: layers that it may skip.
+    skipped: the fingerprint of the program without them."""
 
     captured: Captured
     changed: Changes
+    kept: Kept
+    held: str
     drops: LayerDrops
     skipped: str
 
@@ -303,7 +308,7 @@ def _traced(
             "any case, and a skipped one gets gradients of zeros, where the model leaves None",
         )
     captured = _fold(program, names, inputs, exported, notes, rules)
-    return _Trace(captured, exported.changed, drops, skipped)
+    return _Trace(captured, exported.changed, exported.kept, exported.held, drops, skipped)
 
 
 def _lean(program: RawProgram) -> RawProgram:

@@ -31,6 +31,7 @@ __all__ = [
     "is_fake",
     "lacks_fake",
     "lazy_graphs",
+    "modes_of",
 ]
 
 
@@ -41,6 +42,12 @@ def fake_mode() -> FakeTensorMode:
 
 def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
+
+
+def modes_of(module: nn.Module) -> list[FakeTensorMode]:
+    """Those of its parameters and buffers."""
+    tensors = (*module.parameters(), *module.buffers())
+    return [x.fake_mode for x in tensors if isinstance(x, FakeTensor)]
 
 
 def fake_like(

@@ -49,9 +49,12 @@ from meshfold.capture.trace.python_state import (
     Buffers,
     Changes,
     DataReads,
+    HeldState,
+    Kept,
     changed_state,
     plain_state,
     refuse_call,
+    refuse_seeding,
 )
 from meshfold.capture.trace.returned import Chosen, chosen_outputs, name_outputs
 from meshfold.capture.trace.value_checks import (
@@ -79,12 +82,14 @@ class RetraceError(Exception):
 class Exported:
     """`chosen`: the tensors that the program returns, of the model's return value. `program` is in
     decomposed form; its ops carry "file:line" as meta custom[SOURCE]. `changed`: the plain state
-    that forward changed. `drops`: layers that a branch may skip. `functions`: what its ops
-    `meshfold::function` stand for. `notes`: what was left out."""
+    that forward changed; `kept`, `held`: what else. `drops`: layers that a branch may skip.
+    `functions`: what its ops `meshfold::function` stand for. `notes`: what was left out."""
 
     program: ExportedProgram
     chosen: Chosen
     changed: Changes
+    kept: Kept
+    held: str
     drops: LayerDrops
     functions: Sequence[FunctionCall] = ()
     notes: tuple[str, ...] = ()
@@ -151,13 +156,16 @@ class _Traced(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         before, buffers = plain_state(self.model), Buffers(self.model)
-        with self.watch, self.watch.drops.watching():
+        held = HeldState(self.model)
+        with self.watch, self.watch.drops.watching(), refuse_seeding():
             returned = self.inputs.call(self.model, tensors)
         self.watch.checks.refuse_kept()
         self.watch.data_reads.refuse_written()
         self.watch.gradients.refuse_accumulated(self.model, tensors)
         # Here: torch.export sets attributes back.
         self.report.changed = changed_state(before, self.model)
+        self.report.kept = held.kept(self.model)
+        self.report.held = held.change(self.report.changed)
         named = name_outputs(returned)
         if not named:
             op = type(self.model).__name__
@@ -179,6 +187,8 @@ class _Report:
         self.returns = returns
         self.marked = marked
         self.changed: Changes = {}
+        self.kept: Kept = {}
+        self.held = ""
         self.chosen = Chosen({})
 
 
@@ -223,7 +233,7 @@ def export_fake(
     if drops.num_branches != drops.num_chosen and not skips:
         raise refused_branch("Tensor.__bool__", drops.source)
     found = tuple(fake.functions.calls), (*watch.checks.notes(), *watch.selections.notes())
-    return Exported(program, report.chosen, report.changed, drops, *found)
+    return Exported(program, report.chosen, report.changed, report.kept, report.held, drops, *found)
 
 
 def _decomposed(program: ExportedProgram) -> ExportedProgram:

@@ -6,15 +6,23 @@ refused. What only counts (a log of calls) is left.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import reduce
+from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
 
-from meshfold.capture.trace.snapshots import is_of_user
+from meshfold.capture.trace.snapshots import (
+    Snapshot,
+    attributes_of,
+    is_of_user,
+    shared_state,
+)
 from meshfold.errors import CaptureError
+from meshfold.torch_compat.fake_tensors import fake_like, modes_of
 
 State = Mapping[tuple[str, str], Any]
 """Plain values by (module path, attribute); those that instances share by ("", "file:name") and
@@ -84,16 +92,116 @@ def changed_state(before: State, model: nn.Module) -> Changes:
     }
 
 
+Kept = Mapping[tuple[str, str], Any]
+"""Tensors, and containers with tensors, that modules keep, by (module path, attribute)."""
+
+
+def _kept_tensors(model: nn.Module) -> Kept:
+    found = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if not name.startswith("_") and _leaves(value):
+                found[path, name] = copy.copy(value) if isinstance(value, (dict, list)) else value
+    return found
+
+
+def _leaves(value: Any) -> list[torch.Tensor]:
+    """The tensors in containers of up to _MOST entries."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (dict, list, tuple)) and len(value) <= _MOST:
+        entries = value.values() if isinstance(value, dict) else value
+        return [leaf for entry in entries for leaf in _leaves(entry)]
+    return []
+
+
+def _same(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+def _fresh(value: Any, like: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same with other tensors in it."""
+    if isinstance(value, torch.Tensor):
+        return like(value)
+    if isinstance(value, dict):
+        return {key: _fresh(entry, like) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_fresh(entry, like) for entry in value)
+    return value
+
+
+_OF_GRAPHS = frozenset(("_parameters", "_buffers", "_flat_weights"))
+"""What modules of torch keep their parameters and buffers in: a graph has these."""
+
+
+class HeldState:
+    """What else forward can change, besides plain values: caches, and what closures, functions and
+    counters hold; and the tensors that modules keep."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._before = Snapshot({**attributes_of(model), **shared_state(model)})
+        self._kept = _kept_tensors(model)
+
+    def kept(self, model: nn.Module) -> Kept:
+        """The attributes in which modules keep other tensors than before."""
+        before = {key: _leaves(value) for key, value in self._kept.items()}
+        now = _kept_tensors(model)
+        return {k: x for k, x in now.items() if not _same(_leaves(x), before.get(k, []))}
+
+    def change(self, plain: Changes) -> str:
+        """The first of the changes that is not among `plain`, by name; "" if there is none. Writes
+        to parameters and buffers are the graph's."""
+        known = {f"{path}.{name}".strip(".") for path, name in plain}
+        shared = {name.rpartition(":")[2].rpartition(".")[2] for path, name in plain if not path}
+        for label in self._before.changes():
+            parts = label.split(".")
+            is_own = _OF_GRAPHS.isdisjoint(parts)
+            if is_own and label not in known and parts[-1] not in shared:
+                return label
+        return ""
+
+
+Again = Callable[[Callable[[nn.Module], None], int], bool]
+"""(prepare, num_calls) -> whether that call of another copy of the model, prepared so, is traced
+as the same graph."""
+
+
 class _NewModulesError(Exception):
     """Forward has made modules that a fresh copy of the model does not have."""
 
 
-def refuse_changing_state(
-    changed: Changes, again: Callable[[Callable[[nn.Module], None], int], bool]
-) -> None:
-    """Raises CaptureError where forward computes something else with the state that it changed.
-    again(prepare, num_calls): whether that call of another copy of the model, prepared so, is
-    traced as the same graph."""
+def refuse_kept_tensors(kept: Kept, held: str, again: Again) -> None:
+    """Raises CaptureError where forward reads again what a call of it before has left.
+
+    kept: tensors that modules keep since; held: the name of what else has changed, "" if nothing.
+    """
+
+    def prepare(fresh: nn.Module) -> None:
+        modules = dict(fresh.named_modules())
+        mode, *_ = modes_of(fresh)
+        for (path, name), value in kept.items():
+            if path in modules:
+                setattr(modules[path], name, _fresh(value, lambda x: fake_like(x, mode)))
+
+    try:
+        if not kept and (not held or again(lambda _: None, 2)):
+            return
+        if kept and again(prepare, 1):
+            return
+    except CaptureError:
+        pass  # What is there then cannot be captured.
+    path, name = next(iter(kept), ("", held))
+    raise CaptureError(
+        f"forward changes what {f'{path}.{name}'.strip('.')} holds, and its next call computes "
+        "something else, which a graph of one call cannot; register it as a buffer, or pass it as "
+        "an input tensor",
+        op="Python",
+    )
+
+
+def refuse_changing_state(changed: Changes, again: Again) -> None:
+    """Raises CaptureError where forward computes something else with the plain state that it
+    changed."""
     if not changed:
         return
 
@@ -121,6 +229,28 @@ def refuse_changing_state(
         "tensor",
         op="Python",
     )
+
+
+_UNLIKELY = 0x6D65736866
+"""A seed that no model sets."""
+
+
+@contextmanager
+def refuse_seeding() -> Iterator[None]:
+    """Raises CaptureError where torch's generator is seeded inside: draws of a program are of the
+    plan's seed and the step."""
+    generator, state = torch.default_generator, torch.get_rng_state()
+    generator.manual_seed(_UNLIKELY)
+    try:
+        yield
+        if generator.initial_seed() != _UNLIKELY:
+            raise CaptureError(
+                "forward seeds torch's random numbers, which would be lost in a graph; seed them "
+                "outside of the model, or pass what it draws as an input tensor",
+                op="torch.manual_seed",
+            )
+    finally:
+        torch.set_rng_state(state)
 
 
 _REFUSED: tuple[tuple[Any, str, str], ...] = (

@@ -274,7 +274,7 @@ def _function(owner: FunctionType) -> Content:
     if not is_user_file(owner.__code__.co_filename):
         return (), ()
     cells, defaults = owner.__closure__ or (), owner.__defaults__ or ()
-    return (), (*cells, *defaults, owner.__kwdefaults__, vars(owner) or None)
+    return (), (*cells, *defaults, owner.__kwdefaults__, vars(owner))
 
 
 def _cell(owner: CellType) -> Content:

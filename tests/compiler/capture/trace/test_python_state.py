@@ -1,6 +1,7 @@
 """Python of a model that a graph of one call cannot hold: refused, where it matters."""
 
 import re
+from itertools import count
 
 import pytest
 import torch
@@ -33,7 +34,15 @@ class Model(nn.Module):
         super().__init__()
         self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
         self.calls, self.scale, self.log = 0, 1.0, []
-        self.settings = Settings()
+        self.settings, self.cache, self.numbers = Settings(), {}, count(1)
+        number = 0
+
+        def next_number() -> int:
+            nonlocal number
+            number += 1
+            return number
+
+        self.next_number = next_number
 
     def middle(self, h: Tensor) -> Tensor:
         return h
@@ -111,6 +120,41 @@ def counted_in_object(model: Model, h: Tensor) -> Tensor:
 def counted_anew(model: Model, h: Tensor) -> Tensor:
     model.fresh = getattr(model, "fresh", 0) + 1
     return h * model.fresh
+
+
+def kept_for_the_next(model: Model, h: Tensor) -> Tensor:
+    before = getattr(model, "kept", None)
+    model.kept = h.detach()
+    return h if before is None else h + before
+
+
+def kept_to_look_at(model: Model, h: Tensor) -> Tensor:
+    model.kept, model.all_kept = h.detach(), [h.detach()]
+    return h
+
+
+def cached(model: Model, h: Tensor) -> Tensor:
+    if "mean" not in model.cache:
+        model.cache["mean"] = h.detach().mean(0)
+    return h + model.cache["mean"]
+
+
+def counted_in_closure(model: Model, h: Tensor) -> Tensor:
+    return h * model.next_number()
+
+
+def counted_on_function(model: Model, h: Tensor) -> Tensor:
+    counted_on_function.calls = getattr(counted_on_function, "calls", 0) + 1
+    return h * counted_on_function.calls
+
+
+def counted_by_iterator(model: Model, h: Tensor) -> Tensor:
+    return h * next(model.numbers)
+
+
+def seeded(model: Model, h: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return h + torch.rand_like(h)
 
 
 def set_alike(model: Model, h: Tensor) -> Tensor:
@@ -204,6 +248,13 @@ MIDDLES = {
     counted_on_type: r"test_python_state:Model.total \(from 0 to 1\)",
     counted_in_object: r"forward changes settings.calls \(from 0 to 1\)",
     counted_anew: r"forward changes fresh \(from None to 1\)",
+    kept_for_the_next: "forward changes what kept holds, and its next call computes something els",
+    kept_to_look_at: "",
+    cached: "forward changes what cache holds, .* register it as a buffer",
+    counted_in_closure: "forward changes what next_number.0 holds",
+    counted_on_function: "forward changes what .*calls holds",
+    counted_by_iterator: "forward changes what numbers holds",
+    seeded: "forward seeds torch's random numbers, which would be lost in a graph",
     set_alike: "",
     only_counted: "",
     module_made_once: "",
