@@ -165,7 +165,7 @@ class _Traced(nn.Module):
         # Here: torch.export sets attributes back.
         self.report.changed = changed_state(before, self.model)
         self.report.kept = held.kept(self.model)
-        self.report.held = held.change(self.report.changed)
+        self.report.held = held.change((*self.report.changed, *self.report.kept))
         named = name_outputs(returned)
         if not named:
             op = type(self.model).__name__

@@ -6,7 +6,7 @@ refused. What only counts (a log of calls) is left.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from operator import is_
@@ -22,7 +22,7 @@ from meshfold.capture.trace.snapshots import (
     shared_state,
 )
 from meshfold.errors import CaptureError
-from meshfold.torch_compat.fake_tensors import fake_like, modes_of
+from meshfold.torch_compat.fake_tensors import fake_like, fake_mode, modes_of
 
 State = Mapping[tuple[str, str], Any]
 """Plain values by (module path, attribute); those that instances share by ("", "file:name") and
@@ -148,15 +148,16 @@ class HeldState:
         now = _kept_tensors(model)
         return {k: x for k, x in now.items() if not _same(_leaves(x), before.get(k, []))}
 
-    def change(self, plain: Changes) -> str:
-        """The first of the changes that is not among `plain`, by name; "" if there is none. Writes
-        to parameters and buffers are the graph's."""
-        known = {f"{path}.{name}".strip(".") for path, name in plain}
-        shared = {name.rpartition(":")[2].rpartition(".")[2] for path, name in plain if not path}
+    def change(self, known: Iterable[tuple[str, str]]) -> str:
+        """The first of the changes that is not `known`, of Changes or Kept, by name; "" if there is
+        none. Writes to parameters and buffers are the graph's."""
+        known = set(known)
+        own = {f"{path}.{name}".strip(".") for path, name in known}
+        shared = {name.replace(":", ".").rpartition(".")[2] for _, name in known if ":" in name}
         for label in self._before.changes():
             parts = label.split(".")
-            is_own = _OF_GRAPHS.isdisjoint(parts)
-            if is_own and label not in known and parts[-1] not in shared:
+            opened = {".".join(parts[:k]) for k in range(1, len(parts) + 1)}
+            if _OF_GRAPHS.isdisjoint(parts) and own.isdisjoint(opened) and parts[-1] not in shared:
                 return label
         return ""
 
@@ -178,23 +179,26 @@ def refuse_kept_tensors(kept: Kept, held: str, again: Again) -> None:
 
     def prepare(fresh: nn.Module) -> None:
         modules = dict(fresh.named_modules())
-        mode, *_ = modes_of(fresh)
+        mode = next(iter(modes_of(fresh)), None) or fake_mode()
         for (path, name), value in kept.items():
             if path in modules:
                 setattr(modules[path], name, _fresh(value, lambda x: fake_like(x, mode)))
 
-    try:
-        if not kept and (not held or again(lambda _: None, 2)):
-            return
-        if kept and again(prepare, 1):
-            return
-    except CaptureError:
-        pass  # What is there then cannot be captured.
-    path, name = next(iter(kept), ("", held))
+    def is_same(prepare: Callable[[nn.Module], None], num_calls: int) -> bool:
+        try:
+            return again(prepare, num_calls)
+        except CaptureError:  # what is there then cannot be captured
+            return False
+
+    if kept and not is_same(prepare, 1):
+        name = ".".join(filter(None, next(iter(kept))))
+    elif held and not is_same(lambda _: None, 2):
+        name = held
+    else:
+        return
     raise CaptureError(
-        f"forward changes what {f'{path}.{name}'.strip('.')} holds, and its next call computes "
-        "something else, which a graph of one call cannot; register it as a buffer, or pass it as "
-        "an input tensor",
+        f"forward changes what {name} holds, and its next call computes something else, which a "
+        "graph of one call cannot; register it as a buffer, or pass it as an input tensor",
         op="Python",
     )
 
