@@ -18,6 +18,7 @@ from meshfold.passes.events.bucketing import BucketSizes, bucketed_events
 from meshfold.passes.events.stages import stage_events
 from meshfold.passes.graph.typed import layouts_of_values
 from meshfold.passes.graph.variants import split_regions
+from meshfold.passes.memory.put_off import PutOff, put_off
 from meshfold.passes.memory.zero import sharded_layout
 from meshfold.passes.one_pass.shortlist import close_to_best
 from meshfold.passes.pipeline.layers import StrategyCosts
@@ -102,6 +103,13 @@ class TypedPipeline:
             num_missing = len(native) - len(layout)
             conversions.append((v, (*native[:num_missing], *layout)))
         return KeptResults(kept.ops, tuple(conversions))
+
+    @cached_property
+    def put_off(self) -> list[PutOff]:
+        """Of every layer, what a schedule that splits the backward keeps for its weights."""
+        pairs = zip(self.split.regions, self.typings, strict=True)
+        by_region = [put_off(r.graph, typing, self.mesh.sizes) for r, typing in pairs]
+        return [by_region[instance.region] for instance in self.split.instances]
 
     @cached_property
     def events(self) -> tuple[StageEvents, ...]:

@@ -24,9 +24,11 @@ from meshfold.ir.plan import (
     TimeEstimate,
 )
 from meshfold.ir.spmd import INVARIANT, Layout
+from meshfold.ir.step_events import SimulatedStep
 from meshfold.ir.strategy import KeptResults, OpTyping, RegionTyping
 from meshfold.passes.fold.assemble import graph_fingerprint
 from meshfold.passes.graph.variants import most_used
+from meshfold.passes.memory.put_off import PutOff, most_bytes
 from meshfold.passes.memory.region import loss_instance
 from meshfold.passes.pipeline.layers import StrategyCosts
 from meshfold.passes.pipeline.problem import PipelineProblems
@@ -68,7 +70,7 @@ def assemble_pipeline(
         asked_mode=options.mode,
         regions=tuple(writer.region(r) for r in range(len(writer.split.regions))),
         stages=tuple(writer.stage(s) for s in range(len(found.plan.stages))),
-        memory=worst_memory(problems, found),
+        memory=max(writer.memories, key=lambda memory: memory.peak),
         time=step_time(found),
         baselines=baselines,
         search=stats,
@@ -76,7 +78,7 @@ def assemble_pipeline(
         notes=(*problems.folded.notes, *writer.search.slack_notes(), *notes),
         schedule=str(found.plan.schedule),
         pieces=pieces,
-        simulated=typed.simulated_step(),
+        simulated=writer.simulated_step(),
     )
 
 
@@ -130,13 +132,9 @@ def _data_axis(mesh: Mesh) -> str:
     return next((name for name in mesh.names if name != "pp"), "")
 
 
-def worst_memory(problems: PipelineProblems, found: PricedPipeline) -> MemoryEstimate:
-    """The memory that the plan of a pipeline states: of the device that needs most."""
-    needs = found.plan.memory_bytes
-    return device_memory(problems, found, max(range(len(needs)), key=lambda i: (needs[i], -i)))
-
-
-def device_memory(problems: PipelineProblems, found: PricedPipeline, device: int) -> MemoryEstimate:
+def device_memory(
+    problems: PipelineProblems, found: PricedPipeline, typed: TypedPipeline, device: int
+) -> MemoryEstimate:
     """The memory of one device, with all of its stages. The layer that works with most does so
     while all that is ever in flight is kept."""
     problem = found.problem
@@ -164,7 +162,21 @@ def device_memory(problems: PipelineProblems, found: PricedPipeline, device: int
         reserve=problems.reserve_bytes,
         capacity=problem.capacity_bytes,
         loss=loss,
+        emitted=_more_for_weights(found, typed, device),
     )
+
+
+def _more_for_weights(found: PricedPipeline, typed: TypedPipeline, device: int) -> int:
+    """How much more a device keeps for gradients of weights that it puts off than the activations
+    of its microbatches in flight."""
+    schedule, stages = found.plan.schedule, found.plan.stages
+    if not schedule.splits_backward:
+        return 0
+    own = schedule.stages_of(device)
+    kept = {s: microbatch_bytes(found, stages[s]) for s in own}
+    put_off = {s: sum(typed.put_off[stages[s].first : stages[s].end], PutOff()) for s in own}
+    counted = sum(stages[s].in_flight * kept[s] for s in own)
+    return max(0, most_bytes(schedule.actions()[device], kept, put_off) - counted)
 
 
 def microbatch_bytes(found: PricedPipeline, stage: Stage) -> int:
@@ -183,6 +195,13 @@ class _Writer:
         self.mesh = found.problem.mesh
         self.split, self.choices = typed.split, typed.choices
         self.search, self.program = typed.search, typed.program
+        devices = range(found.plan.schedule.num_devices)
+        self.memories = [device_memory(problems, found, typed, device) for device in devices]
+
+    def simulated_step(self) -> SimulatedStep | None:
+        """As of the search, with the peak that the plan states."""
+        step = self.typed.simulated_step()
+        return step and replace(step, peak_bytes=max(memory.peak for memory in self.memories))
 
     def stage(self, number: int) -> StagePlan:
         """A stage's runs and costs."""
@@ -195,8 +214,8 @@ class _Writer:
             sync_s=stage.sync_s,
             end_s=self.found.device_s[device],
             in_flight=stage.in_flight,
-            peak_bytes=self.found.plan.memory_bytes[device] + self.found.problem.fixed_bytes,
-            memory=device_memory(self.problems, self.found, device),
+            peak_bytes=self.memories[device].peak,
+            memory=self.memories[device],
             microbatch_bytes=microbatch_bytes(self.found, stage),
             weight_s=stage.weight_s if schedule.splits_backward else 0.0,
             hop_s=float(hop_s[stage.first]) if number else 0.0,

@@ -26,7 +26,7 @@ def weight_gradients_s(
 ) -> float:
     """Seconds per microbatch on one rank, at most the kernels of the backward. rules[o]: the axis
     rules of op o."""
-    weights = _trained_weights(graph)
+    weights = trained_weights(graph)
     seconds = 0.0
     for op, of_axes in zip(graph.ops, rules, strict=True):
         share = _weight_share(graph, op, weights)
@@ -35,7 +35,7 @@ def weight_gradients_s(
     return seconds
 
 
-def _trained_weights(graph: OpGraph) -> set[int]:
+def trained_weights(graph: OpGraph) -> set[int]:
     """Values that are a trained parameter, or a view of one."""
     found = {
         i
