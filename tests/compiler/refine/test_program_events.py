@@ -4,10 +4,13 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from measuring.budgets import Models, TrainingRank
 from support.models.hugging_face import tiny_model
+from support.processes.offload import cluster_with_hosts
 
 from meshfold.api import plan_captured
 from meshfold.capture.pipeline import Captured, capture
+from meshfold.codegen.emit.pipeline import emit_plan
 from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.cost_models.simulation.step import Simulation, simulate
 from meshfold.cost_models.simulation.streams import Transfer
@@ -97,3 +100,17 @@ def test_gathers_and_reductions_of_twelve_layers_start_a_region_ahead(mode: str)
     moved = [t for t in course.transfers if t.collective.kind in kinds]
     ahead = [t for t in moved if is_ahead(course, t)]
     assert len(moved) > 36 and len(ahead) >= 0.9 * len(moved)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+def test_what_is_put_off_is_there_from_the_next_op_on(family: str) -> None:
+    """Products whose gradient of the weight waits are followed by ops of the same segment."""
+    models = Models()
+    model, batch, captured = models.of(family)
+    options = CompileOptions(pins={"tp": 2, "microbatches": 1}, mode="scheduled")
+    cluster = cluster_with_hosts(2)
+    plan = plan_captured(captured, family, cluster, options, probe=models.probe)
+    program = emit_plan(captured.graph, plan)
+    counted = TrainingRank(program, 0, model, batch, captured).counted_bytes()
+    # Scalars are not all counted.
+    assert counted - 16 <= plan.memory.peak - plan.memory.reserve <= 1.03 * counted
