@@ -209,9 +209,7 @@ def _capture(
         notes = (*fake.notes, *filter(None, [note]), *fixed)
         fake = replace(fake, notes=notes, functions=functions)
         children = find_children(fake.module) if has_calls and not fixed else []
-        for _ in range(num_calls - 1):
-            _trace(fake, inputs, names, children, wanted, skips)
-        return _trace(fake, inputs, names, children, wanted, skips)
+        return _trace(fake, inputs, names, children, wanted, skips, num_calls - 1)
 
     try:
         trace = traced(not full_capture and not wanted.runs_checks)
@@ -260,6 +258,7 @@ def _trace(
     children: Sequence[Child],
     wanted: Wanted,
     skips: bool,
+    earlier_calls: int,
 ) -> _Trace:
     """Trace the fake copy, with call nodes for those of `children` that equal one traced before.
 
@@ -276,6 +275,7 @@ def _trace(
             skips=skips,
             runs_checks=wanted.runs_checks,
             known=KnownTensors(),
+            earlier_calls=earlier_calls,
         )
         program = read_program(exported, names, inputs.infos)
         return _traced(program, names, inputs, exported, notes, wanted.rules)

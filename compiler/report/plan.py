@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshfold.ir.plan import Plan, RegionPlan, RegionRun, StagePlan
-from meshfold.passes.planner.find_pipeline import excludes_pipelines
+from meshfold.ir.stage_pins import excludes_pipelines
 from meshfold.plan_file.text import write_layout
 from meshfold.report.hybrid_shard import hybrid_shard_text
 from meshfold.report.memory import memory_view

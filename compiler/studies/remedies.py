@@ -14,7 +14,7 @@ from meshfold.errors import InfeasibleError
 from meshfold.ir.cluster import ClusterSpec
 from meshfold.ir.options import CompileOptions
 from meshfold.ir.plan import Plan
-from meshfold.passes.planner.find_pipeline import excludes_pipelines
+from meshfold.ir.stage_pins import excludes_pipelines
 from meshfold.units import bytes_text
 
 PlanIn = Callable[[ClusterSpec, CompileOptions], Plan | None]

@@ -19,6 +19,7 @@ from typing import get_args
 
 from meshfold.cost_models.pipeline.schedules import Schedule, ScheduleKind
 from meshfold.errors import OptionError
+from meshfold.ir.stage_pins import SCHEDULE_PINS
 from meshfold.ir.strategy import Offload, Recompute, UniformStrategy
 from meshfold.passes.one_pass.pins import keeps_pins
 from meshfold.passes.one_pass.pruning import Left, divisors
@@ -47,8 +48,6 @@ Kind = tuple[int, Recompute, Offload]
 """(ZeRO level, recompute, offload) of a strategy candidate below one choice of degrees."""
 
 DEGREE_PINS = ("pp", "dp", "ep", "cp", "tp", "dp_shard", "sp", "microbatches")
-
-SCHEDULE_PINS = ("schedule", "virtual_stages")
 
 
 @dataclass(frozen=True)

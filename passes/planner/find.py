@@ -19,6 +19,7 @@ from meshfold.ir.cluster import ClusterSpec
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.options import CompileOptions
 from meshfold.ir.plan import Plan
+from meshfold.ir.stage_pins import excludes_pipelines, is_pipeline_pinned
 from meshfold.passes.memory.local_program import Probe
 from meshfold.passes.one_pass.tree import PRUNING_RULES
 from meshfold.passes.planner.accumulation import fitting_rows
@@ -27,8 +28,6 @@ from meshfold.passes.planner.baselines import baseline_rows, named_baselines
 from meshfold.passes.planner.best_mesh import BOUND, MeshRace, Progress, planner_of
 from meshfold.passes.planner.chunked_loss import NEEDS_CHUNKS, fitting
 from meshfold.passes.planner.find_pipeline import (
-    excludes_pipelines,
-    is_pipeline_pinned,
     plan_with_pipelines,
 )
 from meshfold.passes.planner.memory_prices import MOST_SEARCHES, with_prices

@@ -9,7 +9,7 @@ tp x pp x dp and microbatches as fit best, 1f1b with the least warm-up.
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,15 +17,16 @@ import numpy as np
 from meshfold.cost_models.op_costs.optimizers import has_states
 from meshfold.cost_models.pipeline.schedules import V_ORDERS
 from meshfold.errors import InfeasibleError, OptionError
-from meshfold.ir.options import LAYOUT, VIRTUAL_STAGES, CompileOptions, PinValue
+from meshfold.ir.options import VIRTUAL_STAGES, CompileOptions, PinValue
 from meshfold.ir.plan import MeshOutcome, Plan, PricedStrategy, SearchStats
+from meshfold.ir.stage_pins import is_pipeline_pinned
 from meshfold.passes.graph.boundaries import carried_sequences, carries_feature_maps
 from meshfold.passes.memory.host_use import HostUse
 from meshfold.passes.one_pass.tree import RESTRICTIONS, SearchSpec
 from meshfold.passes.pipeline.problem import PipelineProblems
 from meshfold.passes.pipeline.search import PipelineOutcome, PricedPipeline, search_pipelines
 from meshfold.passes.pipeline.simulated import rank_pipelines
-from meshfold.passes.pipeline.tree import CUT_EXPERTS, SCHEDULE_PINS, PipelineTree, grow_pipelines
+from meshfold.passes.pipeline.tree import CUT_EXPERTS, PipelineTree, grow_pipelines
 from meshfold.passes.planner.accumulation import fitting_rows
 from meshfold.passes.planner.assembly import PlanRequest, model_info
 from meshfold.passes.planner.baselines import best_uniform_pipeline
@@ -34,22 +35,6 @@ from meshfold.passes.planner.pipeline_assembly import assemble_pipeline
 from meshfold.passes.rules.expert_axis import shared_experts
 from meshfold.passes.split.pieces import sizes_of
 from meshfold.units import bytes_text, seconds_text
-
-
-def is_pipeline_pinned(pins: Mapping[str, PinValue]) -> bool:
-    """Whether pins ask for several stages or microbatches, or an order of them."""
-    return any(pins.get(name, 1) != 1 for name in ("pp", "microbatches", *SCHEDULE_PINS))
-
-
-def excludes_pipelines(pins: Mapping[str, PinValue]) -> bool:
-    """Whether pins ask for one microbatch, which no stages are worth, or for what stages do not
-    do: layouts of parameters among them."""
-    is_one = pins.get("microbatches") == 1 or any(pins.get(name) for name in ONE_PASS_PINS)
-    is_one |= any(name.startswith(LAYOUT) for name in pins)
-    return is_one and not is_pipeline_pinned(pins)
-
-
-ONE_PASS_PINS = ("micro_chunks", "chained_chunks", "collective_matmul")
 
 
 def plan_with_pipelines(request: PlanRequest, in_one_pass: Sequence[Plan]) -> tuple[Plan, ...]:

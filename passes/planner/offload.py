@@ -5,12 +5,12 @@ from dataclasses import replace
 
 from meshfold.cost_models.op_costs.optimizers import has_states
 from meshfold.ir.cluster import ClusterSpec
+from meshfold.ir.stage_pins import is_pipeline_pinned
 from meshfold.ir.strategy import UPDATED_BY_HOST, Offload
 from meshfold.passes.memory.host_use import HostUse
 from meshfold.passes.memory.zero import program_states
 from meshfold.passes.one_pass.priced import Priced
 from meshfold.passes.planner.assembly import PlanRequest
-from meshfold.passes.planner.find_pipeline import is_pipeline_pinned
 from meshfold.passes.planner.host_note import check_host_memory, stored_notes
 from meshfold.units import bytes_text
 

@@ -15,17 +15,13 @@ outputs           the loss and what is asked for besides, nothing else is captur
 
 import contextlib
 import inspect
-import random
-import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import FrameType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
@@ -54,6 +50,7 @@ from meshfold.capture.trace.python_state import (
     changed_state,
     plain_state,
     refuse_call,
+    refuse_hidden_draws,
     refuse_seeding,
 )
 from meshfold.capture.trace.returned import Chosen, chosen_outputs, name_outputs
@@ -66,8 +63,13 @@ from meshfold.ir.returns import Returns
 from meshfold.passes.rules.table import OP_RULES
 from meshfold.torch_compat.autograd_functions import functions_met
 from meshfold.torch_compat.composite_ops import decompositions
-from meshfold.torch_compat.fake_tensors import casts_of_nothing, lacks_fake, lazy_graphs
-from meshfold.torch_compat.source_lines import is_user_file, line_in, user_line
+from meshfold.torch_compat.fake_tensors import (
+    as_exporting,
+    casts_of_nothing,
+    lacks_fake,
+    lazy_graphs,
+)
+from meshfold.torch_compat.source_lines import line_in, user_line
 
 SOURCE = "meshfold_source"
 MODEL = "model"
@@ -201,10 +203,12 @@ def export_fake(
     skips: bool = False,
     runs_checks: bool = False,
     known: KnownTensors | None = None,
+    earlier_calls: int = 0,
 ) -> Exported:
     """Trace the fake copy. returns: what of its return value is computed. `marked` is read after
     the model ran: tensors to return besides its own. skips: skip the layers that a draw may skip.
     runs_checks: keep assertions on values. known: None where calls that share a trace may differ.
+    earlier_calls: of the copy, before the one that is traced.
 
     Raises CaptureError with op and source line.
     """
@@ -222,8 +226,11 @@ def export_fake(
         torch.enable_grad(),
         explain_failure(watch),
         functions_met(fake.functions.on_call),
-        _refuse_hidden_draws(rerun),
+        refuse_hidden_draws(rerun),
     ):
+        for _ in range(earlier_calls):
+            with as_exporting():
+                rerun()
         program = torch.export.export(traced, inputs.tensors, strict=False)
         watch.gradients.refuse_unseen(program.constants)
         _stamp_sources(program.graph_module)
@@ -340,49 +347,6 @@ def _repair(reason: str, error: Exception) -> str:
 
 _MATCHING = "linear_sum_assignment"
 """The function of scipy that finds the cheapest matching."""
-
-
-@contextmanager
-def _refuse_hidden_draws(rerun: Callable[[], object]) -> Iterator[None]:
-    """Refuse draws from Python's or numpy's generator: they would become constants."""
-    before = _generator_states()
-    yield
-    if _generator_states() != before:
-        raise CaptureError(
-            "the model draws random numbers outside torch, which would be frozen into the graph; "
-            "draw with torch, or pass them in as an input",
-            op="random",
-            source=_first_draw(rerun),
-        )
-
-
-def _generator_states() -> tuple[object, ...]:
-    name, keys, *rest = np.random.get_state(legacy=True)
-    return random.getstate(), name, np.asarray(keys).tobytes(), *rest
-
-
-def _first_draw(rerun: Callable[[], object]) -> str:
-    """Run once more, line by line, up to the line that changes a generator."""
-    found = ""
-    state = _generator_states()
-
-    def trace(frame: FrameType, event: str, arg: object) -> Any:
-        nonlocal found, state
-        if event == "call":
-            return trace if is_user_file(frame.f_code.co_filename) else None
-        if not found and lines.get(frame) and _generator_states() != state:
-            found = f"{frame.f_code.co_filename}:{lines[frame]}"
-        lines[frame] = frame.f_lineno
-        return trace
-
-    lines: dict[FrameType, int] = {}
-    tracer = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        rerun()
-    finally:
-        sys.settrace(tracer)
-    return found
 
 
 def _stamp_sources(module: fx.GraphModule) -> None:

@@ -126,7 +126,14 @@ class _Reader:
 
     def _source(self, spec: InputSpec) -> Source:
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
-            return self.names.sources[str(spec.target).removeprefix(MODEL + ".")]
+            name = str(spec.target).removeprefix(MODEL + ".")
+            if name not in self.names.sources:
+                raise CaptureError(
+                    f"forward registers {name}, which the model does not have before; register it "
+                    "where the model is made",
+                    op="register_buffer",
+                )
+            return self.names.sources[name]
         if spec.kind is InputKind.USER_INPUT:
             return Source(SourceKind.INPUT, next(self.inputs).name)
         if spec.kind is InputKind.CONSTANT_TENSOR:

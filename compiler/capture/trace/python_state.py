@@ -6,12 +6,16 @@ refused. What only counts (a log of calls) is left.
 """
 
 import copy
+import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from operator import is_
+from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -23,6 +27,7 @@ from meshfold.capture.trace.snapshots import (
 )
 from meshfold.errors import CaptureError
 from meshfold.torch_compat.fake_tensors import fake_like, fake_mode, modes_of
+from meshfold.torch_compat.source_lines import is_user_file
 
 State = Mapping[tuple[str, str], Any]
 """Plain values by (module path, attribute); those that instances share by ("", "file:name") and
@@ -332,3 +337,46 @@ class Buffers:
         for (module, name, buffer, _), value in zip(replaced, values, strict=True):
             buffer.copy_(value)
             module._buffers[name] = buffer
+
+
+@contextmanager
+def refuse_hidden_draws(rerun: Callable[[], object]) -> Iterator[None]:
+    """Refuse draws from Python's or numpy's generator: they would become constants."""
+    before = _generator_states()
+    yield
+    if _generator_states() != before:
+        raise CaptureError(
+            "the model draws random numbers outside torch, which would be frozen into the graph; "
+            "draw with torch, or pass them in as an input",
+            op="random",
+            source=_first_draw(rerun),
+        )
+
+
+def _generator_states() -> tuple[object, ...]:
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), name, np.asarray(keys).tobytes(), *rest
+
+
+def _first_draw(rerun: Callable[[], object]) -> str:
+    """Run once more, line by line, up to the line that changes a generator."""
+    found = ""
+    state = _generator_states()
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal found, state
+        if event == "call":
+            return trace if is_user_file(frame.f_code.co_filename) else None
+        if not found and lines.get(frame) and _generator_states() != state:
+            found = f"{frame.f_code.co_filename}:{lines[frame]}"
+        lines[frame] = frame.f_lineno
+        return trace
+
+    lines: dict[FrameType, int] = {}
+    tracer = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        rerun()
+    finally:
+        sys.settrace(tracer)
+    return found

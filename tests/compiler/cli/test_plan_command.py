@@ -53,9 +53,9 @@ def test_several_counts_of_devices_make_a_table(capsys: pytest.CaptureFixture[st
 
 
 def test_counts_with_and_without_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    """Three ranks cannot share a batch of 8 where tp is pinned to 1."""
+    """Three ranks cannot share a batch of 8 where tp is pinned to 1, nor be stages of one pass."""
     command = ["plan", MODEL, "-c", "local-cpu", "--batch", "8", "--devices", "2,3"]
-    assert run([*command, "--pin", "tp=1"]) == 0
+    assert run([*command, "--pin", "tp=1", "--pin", "microbatches=1"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "3 none" in out
     assert "devices 3: a batch of 8 does not divide over dp=3" in out

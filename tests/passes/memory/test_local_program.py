@@ -31,7 +31,7 @@ class WeightedHead(nn.Module):
 @pytest.mark.parametrize(
     ("is_wide", "is_chunked", "loss"),
     [
-        (False, 0, "aten.cross_entropy_loss.default"),
+        (False, 0, "meshfold.cross_entropy.default"),
         (True, 0, "meshfold.cross_entropy.default"),
         (False, 1, "meshfold.linear_cross_entropy.default"),
     ],
