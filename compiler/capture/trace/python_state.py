@@ -331,9 +331,8 @@ class Buffers:
             and isinstance(new, torch.Tensor)
             and (new.shape, new.dtype) == (buffer.shape, buffer.dtype)
         ]
-        # What is read is as it was before any is written: two buffers may have changed places.
-        held = {id(buffer) for _, _, buffer, _ in replaced}
-        values = [new.clone() if id(new) in held else new.detach() for *_, new in replaced]
+        # Read before any is written: buffers, or views of them, may have changed places.
+        values = [new.detach().clone() for *_, new in replaced]
         for (module, name, buffer, _), value in zip(replaced, values, strict=True):
             buffer.copy_(value)
             module._buffers[name] = buffer

@@ -110,10 +110,10 @@ def backward_tasks(of: SegmentedRegion) -> DirectionTasks:
         found.add_segment(k, {0, *readers})
         last[k] = t = found.at[k]
         if k in of.deferred:
-            seconds, saved, _ = of.deferred[k]
+            seconds, saved_bytes, _ = of.deferred[k]
             task = found.tasks[t]
             found.tasks[t] = replace(task, seconds=max(0.0, task.seconds - seconds))
-            deferred = Task((t,), seconds, deferred_bytes=sum(saved.values()))
+            deferred = Task((t,), seconds, deferred_bytes=saved_bytes)
             last[k] = found.add(ActionKind.WEIGHTS, deferred, k)
     for b, group in enumerate(region.groups):
         if group.requires_grad:

@@ -14,8 +14,8 @@ from meshfold.ir.op_graph import SlotKind
 from meshfold.ir.spmd import Layout
 from meshfold.passes.price.parameters import local_bytes
 
-Deferred = tuple[float, Mapping[int, int], Mapping[int, int]]
-"""Of deferred gradients: seconds; bytes saved until they run, and how much more these are than the
+Deferred = tuple[float, int, Mapping[int, int]]
+"""Of deferred gradients: seconds; bytes saved until they run; how much more these are than the
 gradients, which come later, by number of the product."""
 
 
@@ -78,7 +78,7 @@ def _deferred(graph: SegmentedGraph, costs: SegmentCosts) -> dict[int, Deferred]
         saved = _saved_by_product(products, costs)
         later = {n.meta[ORIGIN]: _bytes_of(weight_of(n).meta[PLACE], costs) for n in products}
         more = {number: max(0, saved[number] - later[number]) for number in saved}
-        found[k] = seconds, saved, more
+        found[k] = seconds, sum(saved.values()), more
     return found
 
 

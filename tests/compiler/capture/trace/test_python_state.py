@@ -8,6 +8,7 @@ import torch
 from support.programs.local_programs import emit_uniform, errors_of_a_step
 from torch import Tensor, nn
 
+import meshfold
 from meshfold.capture.pipeline import capture
 from meshfold.capture.trace.python_state import changed_state, plain_state
 from meshfold.errors import CaptureError
@@ -369,3 +370,25 @@ def num_writes(graph: FoldedGraph) -> int:
 def test_a_buffer_that_forward_replaces_is_written(model: type[nn.Module]) -> None:
     replaced, written = (capture(model(r), {"x": torch.randn(8, 4)}).graph for r in (True, False))
     assert num_writes(replaced) == num_writes(written) > 0
+
+
+class Swapped(nn.Module):
+    """Two buffers that take each other's place, as views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 4)
+        self.register_buffer("one", torch.full((4,), 1.0))
+        self.register_buffer("two", torch.full((4,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.one, self.two = self.two.view(-1), self.one.view(-1)
+        return (self.last(x) + self.one).square().mean()
+
+
+def test_buffers_that_change_places_as_views_keep_their_numbers() -> None:
+    compiled = meshfold.compile(Swapped(), "local-cpux1", {"x": torch.randn(8, 4)})
+    for step in range(3):
+        compiled.train_step({"x": torch.randn(8, 4)})
+        found = [compiled.one[0].item(), compiled.two[0].item()]
+        assert found == ([2.0, 1.0] if step % 2 == 0 else [1.0, 2.0])
