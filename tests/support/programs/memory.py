@@ -137,12 +137,24 @@ def allocator_peak_bytes(run: Callable[[], None]) -> int:
     recorded = profiler.profiler
     assert recorded is not None
     # Private, but the profiler's own exporters are rounded to operators.
-    events = recorded.kineto_results.events()  # type: ignore[union-attr]
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    current = peak = 0
-    for _, num_bytes in changes:
-        current += num_bytes
-        peak = max(peak, current)
+    waiting = list(recorded.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
+    changes = []
+    while waiting:
+        event = waiting.pop()
+        waiting.extend(event.children)
+        if event.name == "[memory]":
+            fields = event.extra_fields
+            changes.append((event.start_time_ns, fields.alloc_size, fields.ptr))
+    live: dict[int, int] = {}
+    peak = 0
+    for _, num_bytes, address in sorted(changes):
+        if num_bytes > 0:
+            live[address] = num_bytes
+            peak = max(peak, sum(live.values()))
+        else:
+            # What was there before is not of this run; the profiler takes its size from whatever
+            # an earlier profile saw at its address.
+            live.pop(address, None)
     return peak
 
 
