@@ -27,7 +27,6 @@ from meshfold.api import plan_captured
 from meshfold.capture.pipeline import Captured, capture
 from meshfold.codegen.emit.pipeline import EmittedPipeline, emit_plan
 from meshfold.codegen.program.emitted import EmittedProgram
-from meshfold.distributed.rank_mesh import Axes
 from meshfold.errors import InfeasibleError, OptionError
 from meshfold.ir.options import CompileOptions, PinValue
 from meshfold.ir.plan import Plan
@@ -166,13 +165,6 @@ def _worst(
     return max(found, key=lambda pair: pair[1] / pair[0])
 
 
-class _Alone(EchoMesh):
-    """Whose all-reduces of buffers that are given up take no other memory, as of processes."""
-
-    def start_all_reduce_in_place(self, x: torch.Tensor, axes: Axes) -> torch.Tensor:
-        return x
-
-
 class TrainingRank:
     """A rank of a program that trains without its peers."""
 
@@ -184,7 +176,7 @@ class TrainingRank:
         batch: Mapping[str, torch.Tensor],
         captured: Captured,
     ) -> None:
-        self.mesh = _Alone(program.mesh, rank, torch.device("cpu"), program.levels)
+        self.mesh = EchoMesh(program.mesh, rank, torch.device("cpu"), program.levels)
         parts, own = _programs(program, self.mesh)
         stored = {name: part for part in own for name in part.stored}
         self.parameters = {

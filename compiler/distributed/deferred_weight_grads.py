@@ -1,8 +1,9 @@
 """Gradients of weights that the backward of a microbatch defers, see
 meshfold.codegen.schedule.split_backward."""
 
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -10,6 +11,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 Product = Callable[[Tensor | None], Tensor]
 """Computes a gradient: a new tensor, or added to one that is given up."""
+
+
+class GatheringStep(Protocol):
+    """What is asked of a TrainingStep (meshfold.zero.step)."""
+
+    @property
+    def uses(self) -> Sequence[object]: ...
+    def release(self, instance: int) -> None: ...
 
 
 class DeferredWeightGrads:
@@ -20,6 +29,18 @@ class DeferredWeightGrads:
         self._products: list[tuple[GradientEdge, Product]] = []
         self._tapped: list[GradientEdge] = []
         self._gradients: list[Tensor | None] = []
+        self._step: weakref.ref[GatheringStep] | None = None
+
+    def note_step(self, step: "GatheringStep") -> None:
+        """Whose backward runs. Weak: the step refers to this."""
+        self._step = weakref.ref(step)
+
+    def end_backward(self) -> None:
+        """All but what is put off is done: no product here reads a gathered parameter."""
+        step = self._step() if self._step is not None else None
+        if step is not None:
+            for instance in range(len(step.uses)):
+                step.release(instance)
 
     def tap(self, parameter: Tensor) -> Tensor:
         """The same tensor; its gradient waits here."""
@@ -64,18 +85,31 @@ class DeferredWeightGrads:
         return found
 
     def run(self) -> None:
-        """The action dW: all gradients of parameters go to `.grad`."""
-        for weight, product in self._products:
+        """The action dW: all gradients of parameters go to `.grad`. What a product needed is free
+        behind it."""
+        products, self._products = self._products[::-1], []
+        while products:
+            weight, product = products.pop()
             with torch.no_grad():
                 gradient = product(None)
+            del product
             torch.autograd.backward(weight, gradient)
-        self._products.clear()
         pairs = zip(self._tapped, self._gradients, strict=True)
         found = [(parameter, g) for parameter, g in pairs if g is not None]
-        if found:
-            torch.autograd.backward([p for p, _ in found], [g for _, g in found])
-        self._tapped.clear()
-        self._gradients.clear()
+        self._tapped, self._gradients = [], []
+        # What is gathered together needs all of its gradients at once; others go one by one.
+        together = [(e, g) for e, g in found if not _is_leaf(e)]
+        alone = [(e, g) for e, g in found if _is_leaf(e)]
+        del found
+        while alone:
+            parameter, gradient = alone.pop()
+            torch.autograd.backward(parameter, gradient)
+        if together:
+            torch.autograd.backward([p for p, _ in together], [g for _, g in together])
+
+
+def _is_leaf(edge: GradientEdge) -> bool:
+    return edge.node.name() == "torch::autograd::AccumulateGrad"
 
 
 class _Tap(torch.autograd.Function):

@@ -60,4 +60,5 @@ def count_targets(
             counted = targets[targets != count.ignore_index]
             weight = None if count.weight is None else value_of(*count.weight)
             found[count.op] = counted.numel() if weight is None else float(weight[counted].sum())
+    computed.clear()  # the two functions refer to each other: until the next collection
     return found

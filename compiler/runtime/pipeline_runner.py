@@ -312,6 +312,8 @@ class _Running:
         with _sending_back(waiting, lambda back: self._send(action, back)):
             if trained:
                 torch.autograd.backward(trained, gradients)
+            if saved.deferred is not None:
+                saved.deferred.end_backward()
 
     def _weight_gradients(self, action: StageAction) -> None:
         deferred = self.saved.pop((action.stage, action.microbatch)).deferred

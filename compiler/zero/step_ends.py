@@ -66,4 +66,6 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.step.begin_backward()
+        if ctx.step.context.deferred is not None:
+            ctx.step.context.deferred.note_step(ctx.step)
         return None, *gradients

@@ -7,7 +7,8 @@ A step's tensors live on storages; a storage is freed when nothing refers to it 
        gradient of a view or an add lives in the incoming one's storage
     3. a second gradient for a value is added into the older buffer if nothing else refers to that,
        else into the newer one, else into a third
-    4. gradients of slots stay to the end of the region: they leave it
+    4. gradients of slots stay to the end of the region: they leave it; those that are added to
+       gradients of earlier microbatches go at once
     5. with recomputation the forward saves the slots, and under selective recomputation results of
        the kept steps; when the backward first needs something from inside, what is missing is
        recomputed (cost_models/memory/recomputation.py) while the gradients so far are alive; then
@@ -20,9 +21,10 @@ Storages that come from outside through slots are not counted here: whoever made
 Sizes are bytes of one rank.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+from meshfold.cost_models.memory.heap import Heap
 from meshfold.cost_models.memory.op_memory import NEW_STORAGE, NO_GRADIENT, TensorSpec
 from meshfold.cost_models.memory.recomputation import (
     LocalStep,
@@ -48,6 +50,13 @@ class LocalProgram:
     """Whether the results of steps that are not kept are recomputed in the backward."""
     kept: frozenset[int] | None = None
     """The steps that are kept then; None for full recomputation."""
+    added_at_once: frozenset[int] = frozenset()
+    """Tensors from outside whose gradients are added to those of earlier microbatches as soon as
+    the backward of the first step that reads one is done, and are gone then."""
+    put_off: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Operands, by number, of steps whose backward leaves the gradients of these for later."""
+    waiting: frozenset[int] = frozenset()
+    """Tensors from outside whose gradients wait for what is put off."""
 
 
 @dataclass(frozen=True)
@@ -83,43 +92,13 @@ class RegionMemory:
     slot_gradient_roots: tuple[int, ...] = ()
 
 
-class _Heap:
-    """Storages by number, counted references, bytes alive now and at the worst moment."""
+@dataclass(frozen=True)
+class PutOffBytes:
+    """What a backward leaves for W. kept: what its products need, and gradients that wait for it.
+    products: (gradient, what nobody needs behind it), in the order of W."""
 
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-        self.owners: list[int] = []
-        self.current_bytes = 0
-        self.peak_bytes = 0
-
-    def allocate(self, num_bytes: int) -> int:
-        """A new storage with one owner."""
-        self.sizes.append(num_bytes)
-        self.owners.append(1)
-        self.current_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.current_bytes)
-        return len(self.sizes) - 1
-
-    def retain(self, storage: int) -> None:
-        self.owners[storage] += 1
-
-    def release(self, storage: int) -> None:
-        self.owners[storage] -= 1
-        if self.owners[storage] == 0:
-            self.current_bytes -= self.sizes[storage]
-
-    def resize(self, storage: int, num_bytes: int) -> None:
-        self.current_bytes += num_bytes - self.sizes[storage]
-        self.sizes[storage] = num_bytes
-
-    def touch(self, scratch_bytes: int) -> None:
-        """Note a moment with `scratch_bytes` more than what is counted."""
-        self.peak_bytes = max(self.peak_bytes, self.current_bytes + scratch_bytes)
-
-    def take_peak(self) -> int:
-        """The worst moment since this was asked before, that of now included."""
-        peak_bytes, self.peak_bytes = self.peak_bytes, self.current_bytes
-        return peak_bytes
+    kept: int = 0
+    products: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -141,6 +120,7 @@ class RegionTrace:
     """The step before whose backward they run; -1 for none."""
     recompute_bytes: int
     """The worst moment of that."""
+    put_off: PutOffBytes
 
 
 def simulate_region(program: LocalProgram) -> RegionMemory:
@@ -162,17 +142,21 @@ def trace_region(program: LocalProgram) -> RegionTrace:
         recompute.steps if recompute is not None and simulation.recompute_at >= 0 else frozenset(),
         simulation.recompute_at,
         simulation.recompute_bytes,
+        simulation.put_off(),
     )
 
 
 class _Simulation:
     def __init__(self, program: LocalProgram) -> None:
         self.program = program
-        self.heap = _Heap()
+        self.heap = Heap()
         # Storages of slots are counted elsewhere: size 0 here, and an owner that never releases.
         self.storage = [self.heap.allocate(0) for _ in range(program.num_slots)]
         self.storage += [-1] * (len(program.specs) - program.num_slots)
         self.last_use = _last_uses(program)
+        self.first_use = {
+            t: k for k in reversed(range(len(program.steps))) for t in program.steps[k].operands
+        }
         self.recompute: RecomputePlan | None = None
         if program.recomputes:
             recompute = plan_recompute(program.steps, program.num_slots, program.kept)
@@ -187,6 +171,19 @@ class _Simulation:
         self.needs: list[frozenset[int]] = []
         self.recompute_at = -1
         self.recompute_bytes = 0
+        self.held: list[tuple[int, dict[int, int]]] = []
+        """Of every product that is put off the gradient, and storage -> bytes of what it needs."""
+
+    def put_off(self) -> PutOffBytes:
+        """What is put off, after the backward."""
+        waiting = {self.gradient[t] for t in self.program.waiting if self.gradient[t] >= 0}
+        last = {s: n for n, (_, held) in enumerate(self.held) for s in held}
+        products = tuple(
+            (made, sum(size for s, size in held.items() if last[s] == n))
+            for n, (made, held) in enumerate(self.held)
+        )
+        kept = sum(self.heap.sizes[s] for s in waiting) + sum(freed for _, freed in products)
+        return PutOffBytes(kept, products)
 
     def run(self) -> RegionMemory:
         self._forward()
@@ -324,23 +321,49 @@ class _Simulation:
                     self._recompute(missing, k)
                     missing = None
                     self.recompute_at, self.recompute_bytes = k, self.heap.take_peak()
-                self._run_backward(step)
+                self._run_backward(step, self.program.put_off.get(k, ()))
             self.backward_bytes[k] = self.heap.take_peak()
             self._release_all(self.saved[k])
+            self._add_gradients(k)
             self.after_bytes[k] = self.heap.current_bytes
             if not self.program.grouped.isdisjoint(step.operands):
                 # The last time this happens counts: the first step that reads one.
                 self.reduction_bytes, self.reduction_at = self.heap.current_bytes, k
 
-    def _run_backward(self, step: LocalStep) -> None:
+    def _add_gradients(self, k: int) -> None:
+        """Add gradients that no step before k adds anything to to those that are there."""
+        for t in self.program.added_at_once.intersection(self.program.steps[k].operands):
+            if self.first_use[t] == k and self.gradient[t] >= 0:
+                self.heap.release(self.gradient[t])
+
+    def _put_off(self, step: LocalStep, operands: Sequence[int]) -> None:
+        """Hold what their gradients need: the other operands and the gradients that come in."""
+        read = [t for k, t in enumerate(step.operands) if k not in operands]
+        kept = [(t, self.storage[t]) for t in read if t >= self.program.num_slots]
+        kept += [(t, self.gradient[t]) for t in step.outputs if self.gradient[t] >= 0]
+        # What leaves the region has no bytes here.
+        specs = self.program.specs
+        held = {s: self.heap.sizes[s] or specs[t].num_bytes for t, s in kept}
+        known = {s for _, before in self.held for s in before}
+        for s in held.keys() - known:
+            self.heap.retain(s)
+        self.held.append((sum(specs[step.operands[k]].num_bytes for k in operands), held))
+
+    def _run_backward(self, step: LocalStep, put_off: Sequence[int]) -> None:
         heap, probe = self.heap, step.probe
         incoming = [self.gradient[t] for t in step.outputs]
-        heap.touch(sum(probe.fresh_gradient_bytes) + probe.backward_scratch_bytes)
-        fresh = [heap.allocate(size) for size in probe.fresh_gradient_bytes]
+        sizes = list(probe.fresh_gradient_bytes)
+        if put_off:
+            self._put_off(step, put_off)
+            for k in put_off:
+                if (number := probe.gradients[k] - len(incoming)) >= 0:
+                    sizes[number] = 0
+        heap.touch(sum(sizes) + probe.backward_scratch_bytes)
+        fresh = [heap.allocate(size) for size in sizes]
         sources = [*incoming, *fresh]
         given = []
-        for t, source in zip(step.operands, probe.gradients, strict=False):
-            if source != NO_GRADIENT and sources[source] >= 0:
+        for k, (t, source) in enumerate(zip(step.operands, probe.gradients, strict=False)):
+            if source != NO_GRADIENT and sources[source] >= 0 and k not in put_off:
                 heap.retain(sources[source])
                 given.append((t, sources[source]))
         for s in fresh:

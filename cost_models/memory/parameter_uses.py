@@ -52,8 +52,9 @@ class ParameterUse:
 
 class ParameterSums:
     """Bytes of the parameters of one instance. gathered, copied: as they are used; flat, result: of
-    the buckets that are reduced, and of what comes out. Of uses that share no parameter: gradients
-    that stay, and what is in flight one region longer; shared: the other uses."""
+    the buckets that are reduced, and of what is scattered from them. Of uses that share no
+    parameter: gradients that stay, and what is in flight one region longer; shared: the other
+    uses."""
 
     def __init__(self, memory: RegionMemory, uses: Sequence[ParameterUse]) -> None:
         trained = [u for u in uses if memory.slot_gradient_bytes[u.slot]]
@@ -62,7 +63,7 @@ class ParameterSums:
         self.gathered = sum(u.used_bytes for u in uses if u.how == "gathered")
         self.copied = sum(u.copy_bytes for u in uses)
         self.flat = sum(u.flat_bytes for u in bucketed if not u.is_unbucketed)
-        self.result = sum(u.stored_bytes for u in bucketed if u.how != "cast")
+        self.result = sum(u.stored_bytes for u in bucketed if u.how == "gathered")
         self.resident = sum(u.resident_bytes for u in untied)
         self.in_flight = sum(u.in_flight_bytes for u in untied)
         self.shared = [u for u in trained if u.name]

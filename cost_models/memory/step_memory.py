@@ -110,7 +110,7 @@ def compose_step(
     model_outputs are resident to the end. loss: the instance that computes the loss, whose insides
     are a component of their own.
     """
-    timeline = _Timeline(instances, model_outputs, loss)
+    timeline = Timeline(instances, model_outputs, loss)
     stepping = _Moment(timeline.final_gradients, 0, 0, 0, states.update.step_bytes)
     worst = max([*timeline.moments(), *timeline.sums_of_uses(), stepping], key=lambda m: m.total)
     estimate = MemoryEstimate(
@@ -136,7 +136,7 @@ def resident_over_time(
     """Bytes of activations and gradients outside of the instance that runs, at the
     moments of all forwards, then of all backwards, then of the optimizer. What is gathered or in
     a bucket is left out. Arguments: as for compose_step."""
-    timeline = _Timeline(instances, model_outputs)
+    timeline = Timeline(instances, model_outputs)
     activations, gradients = timeline.activations.totals(), timeline.gradients.totals()
     value_gradients = timeline.value_gradients.totals()
     # In forward there are no gradients yet: those ranges begin behind it.
@@ -161,14 +161,16 @@ class _Ranges:
         return list(accumulate(self._changes))[:-1]
 
 
-class _Timeline:
-    """What is alive outside of the instance that runs, at each of the 2 n moments."""
+class Timeline:
+    """What is alive outside of the instance that runs, at each of the 2 n moments. starts: the
+    outputs that the backward starts from; None for the first of the model."""
 
     def __init__(
         self,
         instances: Sequence[InstanceMemory],
         model_outputs: Sequence[InstanceOutput],
         loss: int = NO_LOSS,
+        starts: Sequence[InstanceOutput] | None = None,
     ) -> None:
         self.instances = instances
         self.loss = loss
@@ -187,7 +189,7 @@ class _Timeline:
             if not instance.reshard_after_forward:
                 self.unsharded.add(i + 1, self.backward(i) - 1, self.sums[i].gathered)
         self._add_values(model_outputs)
-        self._add_value_gradients(model_outputs[:1])
+        self._add_value_gradients(model_outputs[:1] if starts is None else starts)
         self.final_gradients = self._add_parameter_gradients()
 
     def backward(self, instance: int) -> int:
@@ -297,7 +299,6 @@ class _Timeline:
         return None
 
     def _add_value_gradients(self, starts: Sequence[InstanceOutput]) -> None:
-        """starts: the output that the backward starts from, if any."""
         for maker, output in starts:
             size = self.instances[maker].memory.output_bytes[output]
             self.value_gradients.add(self.backward(maker) + 1, self.last, size)

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from meshfold.cost_models.memory.live_ranges import PutOffBytes
 from meshfold.cost_models.pipeline.edge_microbatches import EdgeTimes, edge_ends
 from meshfold.cost_models.pipeline.makespan import Seconds, StageTimes
 from meshfold.cost_models.pipeline.schedules import Schedule
@@ -57,6 +58,8 @@ class StageEvents:
     """Once per step: the sum of the loss over dp."""
     update_s: float = 0.0
     """Once per step: the optimizer."""
+    put_off: tuple[PutOffBytes, ...] = ()
+    """What each instance leaves of a microbatch for W."""
 
 
 @dataclass(frozen=True)

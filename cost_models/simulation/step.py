@@ -379,8 +379,11 @@ class StepRun:
             if reading is None or not reading.is_done:
                 flying += size
         moment, inside_bytes = self.chained.inside(moment, inside_bytes)
-        total = self.events.fixed_bytes + self.events.resident_bytes[moment] + inside_bytes
-        total += self.unsharded_bytes + flying + self.result_bytes + self.waiting_bytes
-        self.memory.append((self.streams.now_s, total))
+        buckets = flying + self.result_bytes + self.waiting_bytes
+        self._record(moment, inside_bytes, buckets)
         self.unsharded_bytes -= self.emptied_bytes
         self.emptied_bytes = 0
+
+    def _record(self, moment: int, inside_bytes: int, buckets_bytes: int) -> None:
+        total = self.events.fixed_bytes + self.events.resident_bytes[moment] + inside_bytes
+        self.memory.append((self.streams.now_s, total + self.unsharded_bytes + buckets_bytes))

@@ -17,7 +17,7 @@ from meshfold.ir.strategy import Offload, RegionTyping
 from meshfold.passes.events.region import Microbatch, PricedRegion, collective, region_events
 from meshfold.passes.graph.reads import ProgramReads, program_reads
 from meshfold.passes.memory.local_program import Probe
-from meshfold.passes.memory.region import MemoryModel
+from meshfold.passes.memory.region import GradientsOf, MemoryModel
 from meshfold.passes.memory.zero import program_states
 from meshfold.passes.price.region import RegionPricer
 
@@ -73,9 +73,10 @@ def written_regions(
     model: MemoryModel,
     reads: ProgramReads,
     microbatch: Microbatch = Microbatch.ONLY,
+    gradients: GradientsOf = "one pass",
 ) -> tuple[list[PricedRegion], list[int]]:
-    """(events per region and layouts that arrive, number of them per instance). model: as for
-    region_events."""
+    """(events per region and layouts that arrive, number of them per instance). model, microbatch,
+    gradients: as for region_events."""
     regions: dict[tuple[int, tuple[Layout, ...]], int] = {}
     written: list[PricedRegion] = []
     numbers = []
@@ -89,8 +90,8 @@ def written_regions(
             variant = sum(region == r for region, _ in regions)
             regions[key] = len(written)
             name = folded.regions[r].name + (f".{variant}" if variant else "")
-            of_region = typings[r], key[1], pricers[r], model, instance.floats, microbatch
-            written.append(region_events(name, *of_region))
+            of_region = typings[r], key[1], pricers[r], model, instance.floats
+            written.append(region_events(name, *of_region, microbatch, gradients))
         numbers.append(regions[key])
     return written, numbers
 

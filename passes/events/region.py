@@ -16,13 +16,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
+from meshfold.cost_models.memory.live_ranges import PutOffBytes
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.conversion_step import Step
 from meshfold.ir.op_graph import OpGraph
 from meshfold.ir.spmd import Layout
 from meshfold.ir.step_events import CollectiveEvent, Event, ParameterGroupEvents, RegionEvents
 from meshfold.ir.strategy import RegionTyping
-from meshfold.passes.memory.region import MemoryModel, TracedRegion
+from meshfold.passes.memory.region import GradientsOf, MemoryModel, TracedRegion
 from meshfold.passes.price.conversions import COLLECTIVES, step_actions
 from meshfold.passes.price.op_time import InsideCollective, OpTimer
 from meshfold.passes.price.parameter_groups import (
@@ -59,6 +60,7 @@ class PricedRegion:
 
     events: RegionEvents
     reduced_at_end: ReducedAtEnd
+    put_off: PutOffBytes = PutOffBytes()
 
 
 def collective(
@@ -87,11 +89,13 @@ def region_events(
     model: MemoryModel,
     floats: Sequence[float],
     microbatch: Microbatch = Microbatch.ONLY,
+    gradients: GradientsOf = "one pass",
 ) -> PricedRegion:
     """The events of one instance whose values arrive as `arriving`. pricer: of the same ops under
     the same rules; model: on its mesh with the replicas of HSDP, which the pricer need not know;
-    floats: its bindings; microbatch: that they are of."""
-    traced = model.traced(pricer.graph, typing, arriving, floats)
+    floats: its bindings; microbatch: that they are of; gradients: what becomes of those of
+    parameters."""
+    traced = model.traced(pricer.graph, typing, arriving, floats, gradients)
     return _Writer(name, pricer, typing, arriving, traced, model.costs, microbatch).write()
 
 
@@ -169,7 +173,7 @@ class _Writer:
             self.typing.reshard_after_forward,
             tuple(coalesced(self._recomputation())),
         )
-        return PricedRegion(events, at_end)
+        return PricedRegion(events, at_end, self.trace.put_off)
 
     # Parameter groups.
 
@@ -242,7 +246,8 @@ class _Writer:
             reduce=reduction,
             unsharded_bytes=full_bytes if (gather or key.master) and not is_there else 0,
             flat_bytes=shards * shard_bytes if is_trained else 0,
-            result_bytes=shard_bytes if reduction is not None else 0,
+            # What is all-reduced is so in place.
+            result_bytes=shard_bytes if reduction is not None and gather else 0,
             saved=self._is_saved(b),
             dtype=pairs[0][0].stored_dtype,
             read_dtype=pairs[0][0].dtype,

@@ -12,6 +12,7 @@ outside tensors: under ZeRO 3 not kept for the backward, but gathered a second t
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from meshfold.cost_models.memory.live_ranges import (
     LocalProgram,
@@ -48,6 +49,7 @@ from meshfold.passes.memory.local_program import (
 )
 from meshfold.passes.memory.zero import copied_bytes, program_states
 from meshfold.passes.price.region import RecomputePrice, RegionPricer
+from meshfold.passes.price.weight_gradients import weight_factors
 
 Uses = tuple[tuple[int, ParameterUse], ...]
 """(slot, a use of its parameter), gradients being resident as parameters are stored."""
@@ -57,6 +59,10 @@ _Key = tuple[int, tuple[OpTyping, ...], tuple[Layout, ...], tuple[Layout, ...]]
 
 
 _MemoryKey = tuple[_Key, Recompute, KeptResults]
+
+GradientsOf = Literal["one pass", "microbatch", "put off"]
+"""Of parameters: they are all new; they are added to those of earlier microbatches; the backward
+leaves those of products to W."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +98,7 @@ class MemoryModel:
         self.costs = costs
         self.probe = probe
         self._regions: dict[_MemoryKey, SimulatedRegion] = {}
-        self._traced: dict[_MemoryKey, TracedRegion] = {}
+        self._traced: dict[tuple[_MemoryKey, GradientsOf], TracedRegion] = {}
         self._latest: _Written | None = None
 
     def step(
@@ -237,18 +243,23 @@ class MemoryModel:
         typing: RegionTyping,
         arriving: tuple[Layout, ...],
         floats: Sequence[float],
+        gradients: GradientsOf = "one pass",
     ) -> TracedRegion:
         """One instance over time, its values arriving as said. For the few programs that are
-        simulated: a trace is many times what is known of a region otherwise."""
+        simulated: a trace is many times what is known of a region otherwise. gradients: what
+        becomes of those of its parameters."""
         key = _key(graph, typing, arriving), typing.recompute, typing.kept
-        found = self._traced.get(key)
+        found = self._traced.get((key, gradients))
         if found is None:
             written = self._written(graph, typing, arriving, floats)
             program = written.under(typing)
+            if gradients != "one pass":
+                program = written.of_microbatch(program, puts_off=gradients == "put off")
             trace = trace_region(program)
             found = TracedRegion(program, trace, written.origins, written.materialized)
-            self._traced[key] = found
-            self._regions[key] = SimulatedRegion(graph, trace.memory, written.uses)
+            self._traced[key, gradients] = found
+            if gradients == "one pass":
+                self._regions[key] = SimulatedRegion(graph, trace.memory, written.uses)
         return found
 
     def _written(
@@ -295,6 +306,19 @@ class _Written:
         """The program with the recomputation of `typing`."""
         kept = kept_steps(self.origins, typing)
         return replace(self.program, recomputes=typing.recompute != "none", kept=kept)
+
+    def of_microbatch(self, program: LocalProgram, *, puts_off: bool) -> LocalProgram:
+        """With gradients that are added to those of earlier microbatches; or with those of the
+        factors of products put off, which those of all other parameters wait for
+        (meshfold.distributed.deferred_weight_grads)."""
+        if puts_off:
+            products = weight_factors(self.graph)
+            steps = {k: products[o] for k, o in enumerate(self.origins) if o in products}
+            return replace(
+                program, put_off=steps, waiting=frozenset(use.slot for _, use in self.uses)
+            )
+        direct = (use.slot for _, use in self.uses if use.how == "direct")
+        return replace(program, added_at_once=frozenset(direct))
 
 
 class _Layer:

@@ -4,21 +4,25 @@ Layers were priced without the dp axis (layers.py). What is emitted has types on
 regions are typed once more here, on dp x ep x cp x tp for the graph of one microbatch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.cost_models.memory.step_memory import InstanceMemory
 from meshfold.cost_models.simulation.pipeline import StageEvents, simulate_pipeline
+from meshfold.cost_models.simulation.stage_memory import StageMemory
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.plan import ConversionRecord
-from meshfold.ir.step_events import SimulatedStep
+from meshfold.ir.step_events import SimulatedStep, StepEvents
 from meshfold.ir.strategy import KeptResults, RegionTyping
 from meshfold.passes.events.bucketing import BucketSizes, bucketed_events
-from meshfold.passes.events.stages import stage_events
+from meshfold.passes.events.stages import StageWriter
+from meshfold.passes.graph.reads import program_reads
 from meshfold.passes.graph.typed import layouts_of_values
 from meshfold.passes.graph.variants import split_regions
 from meshfold.passes.memory.put_off import PutOff, put_off
+from meshfold.passes.memory.region import MemoryModel
 from meshfold.passes.memory.zero import sharded_layout
 from meshfold.passes.one_pass.shortlist import close_to_best
 from meshfold.passes.pipeline.layers import StrategyCosts
@@ -27,6 +31,7 @@ from meshfold.passes.pipeline.search import PricedPipeline
 from meshfold.passes.price.region import RegionPricer
 from meshfold.passes.region.typing import MeshSearch
 from meshfold.passes.split.loss_sums import loss_place, with_pending_loss
+from meshfold.passes.split.stage_crossing import Made, crossing_values
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,8 @@ class TypedPipeline:
         self.search = problems.stage_searches[degrees]
         self.program = self.search.solve(zero=0, mode=degrees.tp_mode)
         self._loss = loss_place(self.folded)
+        self.reads = program_reads(self.split)
+        self.stage_memories: dict[int, StageMemory] = {}
         self.typings = tuple(map(self._typing, range(len(self.split.regions))))
 
     def _typing(self, region: int) -> RegionTyping:
@@ -112,11 +119,26 @@ class TypedPipeline:
         return [by_region[instance.region] for instance in self.split.instances]
 
     @cached_property
-    def events(self) -> tuple[StageEvents, ...]:
-        """What each stage does with a microbatch."""
+    def crossing(self) -> frozenset[Made]:
+        """Values that cross stage boundaries where a later stage reads them."""
+        return crossing_values(self.split)
+
+    @cached_property
+    def instances(self) -> list[InstanceMemory]:
+        """Memory of every layer, on the mesh of a stage."""
+        model = MemoryModel(self.search.costs, self.problems.probe)
+        return model.instances(self.split, self.typings, reads=self.reads)
+
+    @property
+    def events_are_missing(self) -> bool:
+        """Whether layers offload, which has no events."""
+        return any(x.strategy.offload != "none" for x in self.found.layers)
+
+    @cached_property
+    def _writer(self) -> StageWriter:
         found, degrees = self.found, self.found.problem.degrees
         solutions = self.search.solutions(degrees.tp_mode)
-        written = stage_events(
+        return StageWriter(
             self.split,
             self.typings,
             [solutions[self.choices[r].region].pricer for r in range(len(self.typings))],
@@ -124,36 +146,49 @@ class TypedPipeline:
             self.problems.probe,
             first=[stage.first for stage in found.plan.stages],
             num_microbatches=degrees.microbatches,
+            splits=found.plan.schedule.splits_backward,
         )
-        return tuple(self._with_updates(written))
 
-    def _with_updates(self, written: list[StageEvents]) -> Iterator[StageEvents]:
-        found = self.found
-        splits = found.plan.schedule.splits_backward
+    @cached_property
+    def events(self) -> tuple[StageEvents, ...]:
+        """What each stage does with a microbatch."""
+        splits = self.found.plan.schedule.splits_backward
+        found = []
+        for events, stage in zip(self._writer.write(), self.found.plan.stages, strict=True):
+            layers = self.found.layers[stage.first : stage.end]
+            found.append(
+                replace(
+                    events,
+                    edge=self._in_buckets(events.edge),
+                    inner=self._in_buckets(events.inner),
+                    weight_s=stage.weight_s if splits else 0.0,
+                    tied_s=sum(x.tied_s for x in layers),
+                    loss_s=sum(x.loss_s for x in layers),
+                    update_s=sum(x.optimizer_s for x in layers),
+                )
+            )
+        return tuple(found)
+
+    @cached_property
+    def first_events(self) -> tuple[StepEvents, ...]:
+        """What each stage does with a microbatch whose backward is the first."""
+        written = self._writer.write_first()
+        if written is None:
+            return tuple(events.inner for events in self.events)
+        return tuple(map(self._in_buckets, written))
+
+    def _in_buckets(self, events: StepEvents) -> StepEvents:
         options = self.problems.options
         pinned = options.reduce_bucket_pin, options.allgather_bucket_pin
         sizes = BucketSizes(*pinned, options.hierarchical_all_reduce_pin)
-        costs = self.search.costs
-        for events, stage in zip(written, found.plan.stages, strict=True):
-            if any((sizes.reductions, sizes.gathers, sizes.hierarchical)):
-                edge, inner = (
-                    bucketed_events(of, sizes, costs, keeps_last=False)
-                    for of in (events.edge, events.inner)
-                )
-                events = replace(events, edge=edge, inner=inner)
-            layers = found.layers[stage.first : stage.end]
-            yield replace(
-                events,
-                weight_s=stage.weight_s if splits else 0.0,
-                tied_s=sum(x.tied_s for x in layers),
-                loss_s=sum(x.loss_s for x in layers),
-                update_s=sum(x.optimizer_s for x in layers),
-            )
+        if not any((sizes.reductions, sizes.gathers, sizes.hierarchical)):
+            return events
+        return bucketed_events(events, sizes, self.search.costs, keeps_last=False)
 
     def simulated_step(self) -> SimulatedStep | None:
         """The step of the device that ends last; None where layers offload, which has no events."""
         found = self.found
-        if any(x.strategy.offload != "none" for x in found.layers):
+        if self.events_are_missing:
             return None
         problem = found.problem
         needs = found.plan.memory_bytes

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import TypeVar
 
 from meshfold._version import __version__
-from meshfold.ir.memory_estimate import MemoryEstimate
 from meshfold.ir.mesh import Mesh
 from meshfold.ir.plan import (
     Alternative,
@@ -28,15 +27,13 @@ from meshfold.ir.step_events import SimulatedStep
 from meshfold.ir.strategy import KeptResults, OpTyping, RegionTyping
 from meshfold.passes.fold.assemble import graph_fingerprint
 from meshfold.passes.graph.variants import most_used
-from meshfold.passes.memory.put_off import PutOff, most_bytes
-from meshfold.passes.memory.region import loss_instance
+from meshfold.passes.pipeline.device_memory import device_memory, microbatch_bytes
 from meshfold.passes.pipeline.layers import StrategyCosts
 from meshfold.passes.pipeline.problem import PipelineProblems
 from meshfold.passes.pipeline.search import PricedPipeline
 from meshfold.passes.pipeline.simulated import TypedPipeline
 from meshfold.passes.planner.assembly import losers, runs_of
 from meshfold.passes.planner.check import placements
-from meshfold.passes.stages.answer import Stage
 
 T = TypeVar("T")
 
@@ -132,59 +129,6 @@ def _data_axis(mesh: Mesh) -> str:
     return next((name for name in mesh.names if name != "pp"), "")
 
 
-def device_memory(
-    problems: PipelineProblems, found: PricedPipeline, typed: TypedPipeline, device: int
-) -> MemoryEstimate:
-    """The memory of one device, with all of its stages. The layer that works with most does so
-    while all that is ever in flight is kept."""
-    problem = found.problem
-    stages = [found.plan.stages[s] for s in found.plan.schedule.stages_of(device)]
-    numbers = [k for stage in stages for k in range(stage.first, stage.end)]
-    layers = [found.layers[k] for k in numbers]
-    at = max(numbers, key=lambda k: found.layers[k].workspace_bytes)
-    largest = found.layers[at]
-    gathered = min(largest.gathered_bytes, largest.workspace_bytes)
-    working = largest.workspace_bytes - gathered
-    activations = sum(stage.in_flight * microbatch_bytes(found, stage) for stage in stages)
-    loss = 0
-    if at == loss_instance(problem.tables.folded):
-        stage = next(stage for stage in stages if stage.first <= at < stage.end)
-        kept, working, loss = stage.in_flight * largest.activation_bytes, 0, working
-        activations, loss = activations - kept, loss + kept
-    return MemoryEstimate(
-        parameters=sum(x.parameter_bytes for x in layers),
-        gradients=sum(x.gradient_bytes for x in layers),
-        optimizer=sum(x.optimizer_bytes for x in layers),
-        activations=activations + problem.fixed_bytes - problems.reserve_bytes,
-        gathered_parameters=gathered + sum(x.gathered_once_bytes for x in layers),
-        buckets=0,
-        transient=working + sum(x.update_bytes for x in layers),
-        reserve=problems.reserve_bytes,
-        capacity=problem.capacity_bytes,
-        loss=loss,
-        emitted=_more_for_weights(found, typed, device),
-    )
-
-
-def _more_for_weights(found: PricedPipeline, typed: TypedPipeline, device: int) -> int:
-    """How much more a device keeps for gradients of weights that it puts off than the activations
-    of its microbatches in flight."""
-    schedule, stages = found.plan.schedule, found.plan.stages
-    if not schedule.splits_backward:
-        return 0
-    own = schedule.stages_of(device)
-    kept = {s: microbatch_bytes(found, stages[s]) for s in own}
-    put_off = {s: sum(typed.put_off[stages[s].first : stages[s].end], PutOff()) for s in own}
-    counted = sum(stages[s].in_flight * kept[s] for s in own)
-    return max(0, most_bytes(schedule.actions()[device], kept, put_off) - counted)
-
-
-def microbatch_bytes(found: PricedPipeline, stage: Stage) -> int:
-    """Activations that a stage keeps of one microbatch, with what comes from the stage before."""
-    inside = sum(x.activation_bytes for x in found.layers[stage.first : stage.end])
-    return inside + int(found.problem.chain.resident_bytes[stage.first])
-
-
 class _Writer:
     def __init__(
         self, problems: PipelineProblems, found: PricedPipeline, typed: TypedPipeline
@@ -196,7 +140,7 @@ class _Writer:
         self.split, self.choices = typed.split, typed.choices
         self.search, self.program = typed.search, typed.program
         devices = range(found.plan.schedule.num_devices)
-        self.memories = [device_memory(problems, found, typed, device) for device in devices]
+        self.memories = [device_memory(typed, device) for device in devices]
 
     def simulated_step(self) -> SimulatedStep | None:
         """As of the search, with the peak that the plan states."""
@@ -216,7 +160,7 @@ class _Writer:
             in_flight=stage.in_flight,
             peak_bytes=self.memories[device].peak,
             memory=self.memories[device],
-            microbatch_bytes=microbatch_bytes(self.found, stage),
+            microbatch_bytes=microbatch_bytes(self.typed, number),
             weight_s=stage.weight_s if schedule.splits_backward else 0.0,
             hop_s=float(hop_s[stage.first]) if number else 0.0,
         )

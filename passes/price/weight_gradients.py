@@ -48,6 +48,18 @@ def trained_weights(graph: OpGraph) -> set[int]:
     return found
 
 
+def weight_factors(graph: OpGraph) -> dict[int, tuple[int, ...]]:
+    """Products by number -> which of their operands are weights whose gradients W makes."""
+    weights = trained_weights(graph)
+    found = {}
+    for k, op in enumerate(graph.ops):
+        if op_name(op.target) in SPLIT:
+            factors = MATMUL_FACTORS[op_name(op.target)]
+            if own := tuple(j for j in factors if op.operands[j] in weights):
+                found[k] = own
+    return found
+
+
 def _weight_share(graph: OpGraph, op: Op, weights: set[int]) -> float:
     """The share of dW in the backward of a product: each factor's gradient takes one product."""
     if op_name(op.target) not in SPLIT or not any(v in weights for v in op.operands):

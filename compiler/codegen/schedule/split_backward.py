@@ -93,7 +93,8 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         rows = gradient.reshape(-1, gradient.shape[-1])
         if needs_weight and ctx.weight is not None:
-            inputs = x.reshape(-1, x.shape[-1])
+            # Detached: what comes before x in the graph need not wait for W.
+            inputs = x.detach().reshape(-1, x.shape[-1])
             left, right = (rows.t(), inputs) if ctx.is_rows else (inputs.t(), rows)
             ctx.deferred.defer(
                 ctx.weight,
@@ -127,10 +128,12 @@ class _ExpertLinear(torch.autograd.Function):
         transposed = ctx.transposed
         if needs_weight and ctx.weight is not None:
             # W needs the shape of the weights alone, and does not keep them.
-            shape = weight.shape
+            shape, inputs = weight.shape, x.detach()
             ctx.deferred.defer(
                 ctx.weight,
-                lambda into: expert_ops.weight_gradient(gradient, x, shape, ids, transposed, into),
+                lambda into: expert_ops.weight_gradient(
+                    gradient, inputs, shape, ids, transposed, into
+                ),
             )
         found = iter(
             expert_ops.expert_linear_backward(

@@ -174,6 +174,9 @@ class EchoMesh(RankMesh):
     def start_all_reduce(self, x: torch.Tensor, axes: Axes, reduction: str = "sum") -> torch.Tensor:
         return x.clone()
 
+    def start_all_reduce_in_place(self, x: torch.Tensor, axes: Axes) -> torch.Tensor:
+        return x
+
     def start_all_gather(self, x: torch.Tensor, axes: Axes) -> torch.Tensor:
         return x.repeat(self.size(axes), *([1] * (x.dim() - 1)))
 

@@ -51,7 +51,10 @@ class FarLink(HostLink):
 
 
 class NoPeers:
-    """Links to other stages that send zeros (StageLinks)."""
+    """Links to other stages that send zeros, and keep what they send until the next message
+    (StageLinks)."""
+
+    sent: object = None
 
     def receive(self, device: int, action: object, number: int, shapes: Shapes) -> "NoPeers":
         received = NoPeers()
@@ -61,9 +64,11 @@ class NoPeers:
     def wait(self, *who: object) -> list[torch.Tensor]:
         return self.values
 
-    def send(self, *message: object) -> None: ...
+    def send(self, *message: object) -> None:
+        self.sent = message
 
-    def finish(self, action: object) -> None: ...
+    def finish(self, action: object) -> None:
+        self.sent = None
 
     def broadcast(self, value: torch.Tensor, device: int) -> torch.Tensor:
         return value
