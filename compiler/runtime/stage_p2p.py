@@ -62,7 +62,7 @@ class StageLinks:
     def send(self, device: int, action: StageAction, number: int, values: Sequence[Tensor]) -> None:
         """Start sending what an action computed, message `number` of a step, to a device."""
         group = self._groups[action.kind, self._own < device]
-        self._sent = [(work, x) for work, x in self._sent if not work.is_completed()]
+        self._forget_sent()
         for k, value in enumerate(values):
             # Kept until it is sent: nobody else may hold it.
             flat = value.detach().contiguous()
@@ -75,6 +75,7 @@ class StageLinks:
     def receive(self, device: int, action: StageAction, number: int, shapes: Shapes) -> "Receipt":
         """Start receiving what an action computes, message `number` of a step, from a device."""
         group = self._groups[action.kind, device < self._own]
+        self._forget_sent()
         works, rank = [], self._ranks[device]
         for k, (shape, dtype) in enumerate(shapes):
             value = torch.empty(shape, dtype=torch_dtype(dtype), device=self._device)
@@ -84,6 +85,9 @@ class StageLinks:
                 work = dist.irecv(value, rank, group=group, tag=tag)
             works.append((work, value))
         return Receipt(works, rank, self._place)
+
+    def _forget_sent(self) -> None:
+        self._sent = [(work, x) for work, x in self._sent if not work.is_completed()]
 
     def finish(self, action: StageAction) -> None:
         """Wait until everything is sent. action: the last one that was run."""

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 
 from meshfold.cost_models.memory.heap import Heap
 from meshfold.cost_models.memory.op_memory import NEW_STORAGE, NO_GRADIENT, TensorSpec
+from meshfold.cost_models.memory.put_off_bytes import HeldProducts, PutOffBytes, PutOffFactors
 from meshfold.cost_models.memory.recomputation import (
     LocalStep,
     RecomputePlan,
@@ -53,8 +54,8 @@ class LocalProgram:
     added_at_once: frozenset[int] = frozenset()
     """Tensors from outside whose gradients are added to those of earlier microbatches as soon as
     the backward of the first step that reads one is done, and are gone then."""
-    put_off: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """Operands, by number, of steps whose backward leaves the gradients of these for later."""
+    put_off: Mapping[int, PutOffFactors] = field(default_factory=dict)
+    """Steps whose backward leaves gradients for later."""
     waiting: frozenset[int] = frozenset()
     """Tensors from outside whose gradients wait for what is put off."""
 
@@ -90,15 +91,6 @@ class RegionMemory:
     slot_gradient_bytes: tuple[int, ...]
     done_slots: frozenset[int] = frozenset()
     slot_gradient_roots: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class PutOffBytes:
-    """What a backward leaves for W. kept: what its products need, and gradients that wait for it.
-    products: (gradient, what nobody needs behind it), in the order of W."""
-
-    kept: int = 0
-    products: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -171,19 +163,12 @@ class _Simulation:
         self.needs: list[frozenset[int]] = []
         self.recompute_at = -1
         self.recompute_bytes = 0
-        self.held: list[tuple[int, dict[int, int]]] = []
-        """Of every product that is put off the gradient, and storage -> bytes of what it needs."""
+        self.held = HeldProducts()
 
     def put_off(self) -> PutOffBytes:
         """What is put off, after the backward."""
         waiting = {self.gradient[t] for t in self.program.waiting if self.gradient[t] >= 0}
-        last = {s: n for n, (_, held) in enumerate(self.held) for s in held}
-        products = tuple(
-            (made, sum(size for s, size in held.items() if last[s] == n))
-            for n, (made, held) in enumerate(self.held)
-        )
-        kept = sum(self.heap.sizes[s] for s in waiting) + sum(freed for _, freed in products)
-        return PutOffBytes(kept, products)
+        return self.held.with_waiting(sum(self.heap.sizes[s] for s in waiting))
 
     def run(self) -> RegionMemory:
         self._forward()
@@ -226,10 +211,10 @@ class _Simulation:
         return () if roots == [*range(num_slots)] else tuple(roots)
 
     def _done_slots(self) -> frozenset[int]:
-        """What recomputation started from it holds to the end."""
-        if self.recompute is not None:
-            return frozenset()
+        """What recomputation started from it holds until the gradients of the region are there."""
         of_all: frozenset[int] = frozenset().union(*self.needs)
+        if self.recompute is not None:
+            return of_all.union(t for t in self.recompute.saved if t < self.program.num_slots)
         return of_all.difference(*self.needs[: self.reduction_at])
 
     # Forward.
@@ -321,7 +306,7 @@ class _Simulation:
                     self._recompute(missing, k)
                     missing = None
                     self.recompute_at, self.recompute_bytes = k, self.heap.take_peak()
-                self._run_backward(step, self.program.put_off.get(k, ()))
+                self._run_backward(step, self.program.put_off.get(k))
             self.backward_bytes[k] = self.heap.take_peak()
             self._release_all(self.saved[k])
             self._add_gradients(k)
@@ -336,25 +321,26 @@ class _Simulation:
             if self.first_use[t] == k and self.gradient[t] >= 0:
                 self.heap.release(self.gradient[t])
 
-    def _put_off(self, step: LocalStep, operands: Sequence[int]) -> None:
-        """Hold what their gradients need: the other operands and the gradients that come in."""
-        read = [t for k, t in enumerate(step.operands) if k not in operands]
-        kept = [(t, self.storage[t]) for t in read if t >= self.program.num_slots]
+    def _put_off(self, step: LocalStep, factors: PutOffFactors) -> None:
+        """Hold what their gradients need: the other factors and the gradients that come in."""
+        read = [step.operands[k] for k in factors.others]
+        kept = [(t, self.storage[t]) for t in read]
         kept += [(t, self.gradient[t]) for t in step.outputs if self.gradient[t] >= 0]
-        # What leaves the region has no bytes here.
+        # What leaves the region or comes from outside has no bytes here.
         specs = self.program.specs
         held = {s: self.heap.sizes[s] or specs[t].num_bytes for t, s in kept}
-        known = {s for _, before in self.held for s in before}
-        for s in held.keys() - known:
+        made = sum(specs[step.operands[k]].num_bytes for k in factors.weights)
+        for s in self.held.add(made, held, step.probe.backward_scratch_bytes):
             self.heap.retain(s)
-        self.held.append((sum(specs[step.operands[k]].num_bytes for k in operands), held))
 
-    def _run_backward(self, step: LocalStep, put_off: Sequence[int]) -> None:
+    def _run_backward(self, step: LocalStep, factors: PutOffFactors | None) -> None:
         heap, probe = self.heap, step.probe
         incoming = [self.gradient[t] for t in step.outputs]
         sizes = list(probe.fresh_gradient_bytes)
-        if put_off:
-            self._put_off(step, put_off)
+        put_off: Sequence[int] = ()
+        if factors is not None:
+            put_off = factors.weights
+            self._put_off(step, factors)
             for k in put_off:
                 if (number := probe.gradients[k] - len(incoming)) >= 0:
                     sizes[number] = 0

@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from meshfold.cost_models.memory.live_ranges import PutOffBytes
 from meshfold.cost_models.memory.parameter_uses import ParameterUse
+from meshfold.cost_models.memory.put_off_bytes import PutOffBytes
 from meshfold.cost_models.memory.step_memory import InstanceMemory, InstanceOutput, Timeline
 
 
@@ -84,7 +84,8 @@ def stage_residents(
     timeline = Timeline(memories, leaves, starts=())
     count, last = len(instances), timeline.last
     timeline.activations.add(0, last, arrived_bytes)
-    _add_received(timeline, leaves, received_bytes)
+    # Held to the end by who calls the backward; the instance that takes it counts it once more.
+    timeline.value_gradients.add(count, last, received_bytes)
     _add_sent(timeline, instances)
     for i, instance in enumerate(instances):
         timeline.activations.add(timeline.backward(i) + 1, last, instance.put_off.kept)
@@ -116,9 +117,8 @@ def _parameter_gradients(
     ends = summed, final, each.final, sums.final, late
     moments = range(2 * len(instances))
     if splits:
-        nothing, all_of = (0,) * len(moments), (summed,) * len(moments)
-        of_one = nothing if is_only else all_of
-        return ParameterGradients(nothing, all_of, of_one, *ends)
+        nothing = (0,) * len(moments)
+        return ParameterGradients(nothing, nothing, nothing, *ends)
     grown = [direct.bytes[t] + each.bytes[t] for t in moments]
     if is_only:
         only = tuple(grown[t] + once.bytes[t] for t in moments)
@@ -130,18 +130,6 @@ def _parameter_gradients(
         tuple(constant + each.bytes[t] + waiting[t] for t in moments),
         *ends,
     )
-
-
-def _add_received(timeline: Timeline, leaves: Sequence[InstanceOutput], num_bytes: int) -> None:
-    """Gradients that came from the stage behind are there to the end of the backward; an instance
-    that made a value counts its part as its own."""
-    count = len(timeline.instances)
-    timeline.value_gradients.add(count, timeline.last, num_bytes)
-    for maker, output in dict.fromkeys(leaves):
-        size = min(num_bytes, timeline.instances[maker].memory.output_bytes[output])
-        t = timeline.backward(maker)
-        timeline.value_gradients.add(t, t, -size)
-        num_bytes -= size
 
 
 def _add_sent(timeline: Timeline, instances: Sequence[StageInstance]) -> None:

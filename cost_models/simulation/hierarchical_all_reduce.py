@@ -11,11 +11,13 @@ from meshfold.ir.step_events import CollectiveEvent
 
 class HierarchicalReduction:
     """A reduction in steps. extra_bytes: of the shard that crosses nodes, besides the gradients
-    themselves; what is scattered and summed is the result, and no more than that."""
+    themselves; what is scattered and summed is the result, and no more than that. result_bytes: of
+    what is gathered in the end, beside what it was made of."""
 
     def __init__(self, of: CollectiveEvent) -> None:
         self.is_scattered = of.kind == "reduce_scatter"
         self.extra_bytes = 0 if self.is_scattered else of.pieces * of.steps[1].num_bytes
+        self.result_bytes = 0 if self.is_scattered else of.pieces * of.steps[-1].num_bytes
         self._of = of
         self._last: Transfer | None = None
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshfold.cost_models.memory.live_ranges import PutOffBytes
+from meshfold.cost_models.memory.put_off_bytes import PutOffBytes
 from meshfold.cost_models.pipeline.edge_microbatches import EdgeTimes, edge_ends
 from meshfold.cost_models.pipeline.makespan import Seconds, StageTimes
 from meshfold.cost_models.pipeline.schedules import Schedule

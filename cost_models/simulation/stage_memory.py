@@ -206,7 +206,9 @@ class _Device:
         pass_ = of.first_backward if is_first else of.backward
         if not self.left[s]:
             pass_ = of.last_backward
-        gradients = sum(self.gradients.values()) - self.gradients[s]
+        gradients = sum(self.gradients.values())
+        if not self.splits:
+            gradients -= self.gradients[s]  # they are in the pass
         self._note_beside(pass_, of, gradients, coming)
         self.kept[s] += residents.put_off.kept
         if not self.splits:
@@ -221,9 +223,9 @@ class _Device:
         gradients, before = residents.gradients, self.gradients[s]
         others = sum(self.gradients.values()) - before
         made = most = 0
-        for gradient, freed in residents.put_off.products:
+        for gradient, freed, scratch in residents.put_off.products:
             made += gradient
-            most = max(most, made)
+            most = max(most, made + scratch)
             made -= freed
         self._note_beside(Moment(before, transient=most), of, others, coming)
         self.kept[s] -= residents.put_off.kept

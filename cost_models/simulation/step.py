@@ -345,6 +345,7 @@ class StepRun:
         self.reductions.append(reduction)
         if isinstance(reduction, HierarchicalReduction) and not reduction.is_scattered:
             self.flying.append((reduction, reduction.extra_bytes))
+            self.result_bytes += reduction.result_bytes
             return None
         return reduction if of.kind == "reduce_scatter" else None
 

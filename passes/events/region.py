@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
-from meshfold.cost_models.memory.live_ranges import PutOffBytes
+from meshfold.cost_models.memory.put_off_bytes import PutOffBytes
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.conversion_step import Step
 from meshfold.ir.op_graph import OpGraph

@@ -8,7 +8,7 @@ offload, which have no events, so does this.
 from dataclasses import replace
 from itertools import pairwise
 
-from meshfold.cost_models.memory.live_ranges import PutOffBytes
+from meshfold.cost_models.memory.put_off_bytes import PutOffBytes
 from meshfold.cost_models.memory.stage_residents import StageInstance, stage_residents
 from meshfold.cost_models.memory.step_memory import InstanceOutput, States
 from meshfold.cost_models.pipeline.actions import Pass
@@ -26,6 +26,9 @@ from meshfold.passes.memory.region import loss_instance
 from meshfold.passes.memory.zero import program_states
 from meshfold.passes.pipeline.simulated import TypedPipeline
 from meshfold.passes.price.parameters import local_bytes
+
+SCALAR_BYTES = 8
+"""Of a microbatch: its loss, and the sum of all so far."""
 
 
 def device_memory(typed: TypedPipeline, device: int) -> MemoryEstimate:
@@ -113,7 +116,8 @@ def _use(typed: TypedPipeline, number: int) -> StageUse:
         residents,
         {Pass.FORWARD: arrived, Pass.BACKWARD: behind if crosses(number + 1) else 0},
         sends_back=before,
-        outputs=sum(_size(typed, 0, (s.instance, s.output)) for s in outputs) if is_last else 0,
+        outputs=SCALAR_BYTES
+        + (sum(_size(typed, 0, (s.instance, s.output)) for s in outputs) if is_last else 0),
         loss=loss if 0 <= loss < stage.end - stage.first else -1,
         largest_gradient_bytes=max(
             (use.resident_bytes for use in uses if use.how == "direct"), default=0

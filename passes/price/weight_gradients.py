@@ -10,6 +10,7 @@ Bubble Pipeline Parallelism, ICLR 2024, section 2).
 
 from collections.abc import Sequence
 
+from meshfold.cost_models.memory.put_off_bytes import PutOffFactors
 from meshfold.cost_models.op_costs.compute import MATMUL_FACTORS, VIEWS, op_name, op_work
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.op_graph import Op, OpGraph, SlotKind
@@ -48,15 +49,16 @@ def trained_weights(graph: OpGraph) -> set[int]:
     return found
 
 
-def weight_factors(graph: OpGraph) -> dict[int, tuple[int, ...]]:
+def weight_factors(graph: OpGraph) -> dict[int, PutOffFactors]:
     """Products by number -> which of their operands are weights whose gradients W makes."""
     weights = trained_weights(graph)
     found = {}
     for k, op in enumerate(graph.ops):
         if op_name(op.target) in SPLIT:
             factors = MATMUL_FACTORS[op_name(op.target)]
-            if own := tuple(j for j in factors if op.operands[j] in weights):
-                found[k] = own
+            own = tuple(j for j in factors if op.operands[j] in weights)
+            if own:
+                found[k] = PutOffFactors(own, tuple(j for j in factors if j not in own))
     return found
 
 

@@ -31,8 +31,8 @@ def step_of(strategy: UniformStrategy, *, waits_at_once: bool) -> tuple[list[tor
         flying -= 1
         return plain(x)
 
-    for name in ("start_all_gather", "start_reduce_scatter", "start_all_reduce"):
-        setattr(mesh, name, partial(start, getattr(mesh, name)))
+    for name in ("all_gather", "reduce_scatter", "all_reduce", "all_reduce_in_place"):
+        setattr(mesh, f"start_{name}", partial(start, getattr(mesh, f"start_{name}")))
     mesh.wait = partial(wait, mesh.wait)
     step.forward().backward()
     assert flying == 0

@@ -194,7 +194,6 @@ def test_memory_of_a_step_is_as_simulated(zero: int, merges: str) -> None:
             allgather_bucket_bytes=sizes.gathers or 0,
         )
         step = EmittedStep(case.model, case.captured, program, case.batch)
-        step.runner.mesh.start_all_reduce_in_place = lambda x, axes: x  # type: ignore[method-assign]
         counted.append(step.counted_peak_bytes())
     # What is merged is held as simulated; here a buffer is read until the next reduction starts, so
     # that shards of two layers are there besides, and what the first norm of a layer makes last.

@@ -89,8 +89,8 @@ def recorded(plan: Plan, rank: int = 0) -> Collectives:
             num_bytes *= size
         if call.kind == "all_gather":
             num_bytes *= mesh.size(call.axes)
-        if call.kind != "all_reduce_in_place":  # starts an all_reduce, which is noted, too
-            found.append((call.kind, ",".join(call.axes), num_bytes))
+        kind = call.kind.removesuffix("_in_place")
+        found.append((kind, ",".join(call.axes), num_bytes))
     return [call for call in found if call[2] > SCALAR]
 
 

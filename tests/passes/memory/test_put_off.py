@@ -43,7 +43,7 @@ def test_the_most_of_a_schedule_by_hand() -> None:
 
 @pytest.mark.parametrize("recompute", ["full", "none"])
 def test_a_stage_takes_no_more_than_its_plan_says(recompute: str) -> None:
-    """What is recomputed in B stays for W: as the search counts, a seventh less is kept."""
+    """What is recomputed in B stays for W."""
     models = Models()
     model, batch, captured = models.of("llama")
     pins = {"pp": 2, "dp": 1, "schedule": "zero_bubble", "microbatches": 4, "recompute": recompute}
@@ -55,4 +55,3 @@ def test_a_stage_takes_no_more_than_its_plan_says(recompute: str) -> None:
         counted = TrainingRank(program, device, model, batch, captured).counted_bytes()
         predicted = stage.costs.peak_bytes - stage.costs.memory.reserve
         assert counted <= predicted <= 1.15 * counted
-    assert plan.memory.emitted > 0

@@ -51,12 +51,13 @@ class FarLink(HostLink):
 
 
 class NoPeers:
-    """Links to other stages that send zeros, and keep what they send until the next message
-    (StageLinks)."""
+    """Links to other stages that send zeros, and keep what is sent to them until the next message
+    either way (StageLinks)."""
 
     sent: object = None
 
     def receive(self, device: int, action: object, number: int, shapes: Shapes) -> "NoPeers":
+        self.sent = None
         received = NoPeers()
         received.values = [torch.zeros(s, dtype=torch_dtype(dtype)) for s, dtype in shapes]
         return received
