@@ -43,18 +43,22 @@ class ParameterUse:
         return min(self.stored_bytes, self.gradient_bytes)
 
     @property
+    def leaving_bytes(self) -> int:
+        """Bytes of the gradient that leave for the host, one region later."""
+        return self.stored_bytes - self.resident_bytes
+
+    @property
     def in_flight_bytes(self) -> int:
         """What is alive one region longer: a gradient that leaves, the buffer of a
         reduce-scatter."""
-        leaving = self.stored_bytes - self.resident_bytes
-        return leaving + (self.flat_bytes if self.how == "gathered" else 0)
+        return self.leaving_bytes + (self.flat_bytes if self.how == "gathered" else 0)
 
 
 class ParameterSums:
     """Bytes of the parameters of one instance. gathered, copied: as they are used; flat, result: of
     the buckets that are reduced, and of what is scattered from them. Of uses that share no
-    parameter: gradients that stay, and what is in flight one region longer; shared: the other
-    uses."""
+    parameter: gradients that stay, what is in flight one region longer, and gradients among that
+    which leave for the host; shared: the other uses."""
 
     def __init__(self, memory: RegionMemory, uses: Sequence[ParameterUse]) -> None:
         trained = [u for u in uses if memory.slot_gradient_bytes[u.slot]]
@@ -66,4 +70,5 @@ class ParameterSums:
         self.result = sum(u.stored_bytes for u in bucketed if u.how == "gathered")
         self.resident = sum(u.resident_bytes for u in untied)
         self.in_flight = sum(u.in_flight_bytes for u in untied)
+        self.leaving = sum(u.leaving_bytes for u in untied)
         self.shared = [u for u in trained if u.name]

@@ -138,9 +138,10 @@ def resident_over_time(
     a bucket is left out. Arguments: as for compose_step."""
     timeline = Timeline(instances, model_outputs)
     activations, gradients = timeline.activations.totals(), timeline.gradients.totals()
-    value_gradients = timeline.value_gradients.totals()
+    value_gradients, leaving = timeline.value_gradients.totals(), timeline.leaving.totals()
     # In forward there are no gradients yet: those ranges begin behind it.
-    found = [sum(parts) for parts in zip(activations, gradients, value_gradients, strict=True)]
+    alive = zip(activations, gradients, value_gradients, leaving, strict=True)
+    found = [sum(parts) for parts in alive]
     stepping = timeline.final_gradients + states.update.step_bytes
     return (*found, stepping)
 
@@ -181,6 +182,7 @@ class Timeline:
         self.value_gradients = _Ranges(self.last + 1)
         self.gradients = _Ranges(self.last + 1)
         self.in_flight = _Ranges(self.last + 1)
+        self.leaving = _Ranges(self.last + 1)
         self.unsharded = _Ranges(self.last + 1)
         self.last_resident = 0  # gradients of the first instance, the last to be there
         self.done = [0] * len(instances)  # values that arrived, gone at the reduction
@@ -327,6 +329,7 @@ class Timeline:
                     in_buffers[use.name].append(use.resident_bytes)
             self.gradients.add(t + 1, self.last, resident)
             self.in_flight.add(t + 1, min(t + 1, self.last), in_flight)
+            self.leaving.add(t + 1, min(t + 1, self.last), sums.leaving)
             self.last_resident = resident
         # What is added up, or put together of slices, is in buffers that other gradients stay in.
         left = sum(sum(sizes) for sizes in in_buffers.values() if len(sizes) > 1)

@@ -12,8 +12,8 @@ one (chained_run.py). Memory at an event is what is fixed, what is resident at i
 alive inside the instance, gathered parameters from the start of their gather to their release, and
 gradients from the start of their reduction until the link is done with them. The reduction of a
 bucket starts with the last of its members; its buffer is allocated with the first. The buffer of a
-bucketed gather is freed once the last of its members has been copied out of it. A hierarchical
-all-reduce (meshfold.ir.node_groups) has the shard that crosses nodes besides the gradients.
+gather is freed once the last of its members has been copied out of it. A hierarchical all-reduce
+(meshfold.ir.node_groups) has the shard that crosses nodes besides the gradients.
 """
 
 from collections.abc import Sequence
@@ -123,6 +123,8 @@ class StepRun:
         self.unsharded: dict[_Use, None] = {}
         """Gathered or in flight: their memory is allocated."""
         self.unsharded_bytes = 0
+        self.copied: set[_Use] = set()
+        """What was copied out of buffers of its own."""
         self.emptied_bytes = 0
         """Bytes of buffers that the last of their members is being copied out of."""
         self.result_bytes = 0
@@ -237,6 +239,8 @@ class StepRun:
                 streams.wait(self.started.pop((i, event.number)))
             case "pre_backward" | "backward_unshard":
                 self._arrive(i)
+                if self.emptied_bytes:
+                    self._note(moment, event.inside_bytes)
                 if event.kind == "pre_backward":
                     self._start_saved_before(i)
                 self._note(moment, event.inside_bytes)
@@ -301,6 +305,10 @@ class StepRun:
     def _wait_for(self, use: _Use) -> None:
         if use.gather is not None:
             self.streams.wait(use.gather)
+            if use.buffer is None and not (use.group.is_unbucketed or use in self.copied):
+                self.unsharded_bytes += use.group.unsharded_bytes
+                self.emptied_bytes += use.group.unsharded_bytes
+                self.copied.add(use)
         if use.buffer is not None:
             self.unsharded_bytes += use.group.unsharded_bytes
             self._leave_buffer(use)
@@ -317,6 +325,7 @@ class StepRun:
         for use in uses:
             if use in self.unsharded:
                 del self.unsharded[use]
+                self.copied.discard(use)
                 use.gather = None
                 if use.buffer is not None:
                     self._leave_buffer(use)

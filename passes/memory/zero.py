@@ -160,6 +160,11 @@ def slot_facts(folded: FoldedGraph, reads: ProgramReads) -> list[SlotFacts]:
     return [SlotFacts(t, f or frozenset()) for t, f in zip(tied, first, strict=True)]
 
 
+SCALAR_BYTES = 64
+"""Of a step: the loss, what it is divided by, the gradient that the backward starts with. Counted
+with the batch, whose inputs they outlive."""
+
+
 def program_states(
     folded: FoldedGraph,
     typings: Sequence[RegionTyping],
@@ -173,7 +178,8 @@ def program_states(
     that no op reads are unsharded, and so are their states. offloads, reads: as for
     MemoryModel.step. optimizer: None leaves out what it keeps and does."""
     reads = reads or program_reads(folded)
-    parameters = trained = inputs = 0
+    parameters = trained = 0
+    inputs = SCALAR_BYTES if folded.returns.has_loss else 0
     buffers = sum(math.prod(b.shape) * ITEM_BYTES[b.dtype] for b in reads.unread_buffers)
     update = Update()
     for p in reads.unread:

@@ -73,20 +73,21 @@ def test_contention_is_told_apart() -> None:
 def test_memory_follows_gathers_buckets_and_moments() -> None:
     timeline = simulate(replace(two_layers(), slowdown=1.0))
     assert timeline.memory == (
-        (2.0, 1000 + 100),  # layer 0 is unsharded
+        (2.0, 1000 + 200),  # layer 0 is copied out of what was gathered
         (2.0, 1000 + 200),  # and layer 1 in flight
         (2.0, 1000 + 200 + 10),
-        (6.0, 1000 + 7 + 100),  # layer 0 released
+        (6.0, 1000 + 7 + 200),  # layer 0 released, layer 1 copied
         (6.0, 1000 + 7 + 100 + 10),
         (10.0, 1000 + 7 + 200 + 10),  # arrived at layer 1, layer 0 on its way
         (10.0, 1000 + 7 + 200 + 30),
         (15.0, 1000 + 7 + 100 + 20 + 250),  # layer 1 gave way to its gradients
-        (15.0, 1000 + 50 + 100 + 200 + 10),  # their buffer is read until 18
+        (15.0, 1000 + 50 + 200 + 200 + 10),  # their buffer is read until 18; layer 0 is copied
+        (15.0, 1000 + 50 + 100 + 200 + 10),
         (15.0, 1000 + 50 + 100 + 200 + 30),
         (20.0, 1000 + 50 + 20 + 250),
         (23.0, 1000 + 100),  # the optimizer
     )
-    assert (timeline.step.peak_bytes, timeline.step.peak_s) == (1380, 15.0)
+    assert (timeline.step.peak_bytes, timeline.step.peak_s) == (1460, 15.0)
 
 
 def test_a_slow_link_leaves_buckets_in_flight() -> None:
@@ -133,8 +134,9 @@ def test_a_bucketed_reduction_starts_with_its_last_member() -> None:
     spans = [(t.collective.kind, t.instance, t.start_s, t.end_s) for t in timeline.transfers]
     assert spans[2:] == [("all_gather", 0, 10.0, 12.0), ("reduce_scatter", 0, 20.0, 24.0)]
     # The buffer of both is there from the first member on.
-    assert timeline.memory[-5:] == (
+    assert timeline.memory[-6:] == (
         (15.0, 1000 + 7 + 100 + 20 + 400 + 50),
+        (15.0, 1000 + 50 + 200 + 400 + 10),
         (15.0, 1000 + 50 + 100 + 400 + 10),
         (15.0, 1000 + 50 + 100 + 400 + 30),
         (20.0, 1000 + 50 + 20 + 400 + 50),

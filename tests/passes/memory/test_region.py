@@ -53,7 +53,7 @@ from meshfold.ir.spmd import Layout, parse_layout
 from meshfold.ir.strategy import OpTyping, Recompute, RegionTyping, UniformStrategy
 from meshfold.memory_probe.prober import OpProber
 from meshfold.passes.memory.region import MemoryModel
-from meshfold.passes.memory.zero import program_states
+from meshfold.passes.memory.zero import SCALAR_BYTES, program_states
 from meshfold.passes.region.typing import MeshSearch
 
 Captures = Callable[[str], tuple[nn.Module, dict[str, torch.Tensor], Captured]]
@@ -207,7 +207,7 @@ def emitted_peaks(
     )
     program = emit_typed(captured.graph, typed.typings, search.costs)
     local_batch = sum(t.nbytes for t in batch.values()) // strategy.dp
-    predicted = found.peak - found.parameters - local_batch
+    predicted = found.peak - found.parameters - local_batch - SCALAR_BYTES
     return predicted, emitted_peak_bytes(model, captured, program, batch)
 
 
