@@ -23,9 +23,10 @@ from meshfold.ir.stage_pins import is_pipeline_pinned
 from meshfold.passes.graph.boundaries import carried_sequences, carries_feature_maps
 from meshfold.passes.memory.host_use import HostUse
 from meshfold.passes.one_pass.tree import RESTRICTIONS, SearchSpec
+from meshfold.passes.pipeline.device_memory import device_memory
 from meshfold.passes.pipeline.problem import PipelineProblems
 from meshfold.passes.pipeline.search import PipelineOutcome, PricedPipeline, search_pipelines
-from meshfold.passes.pipeline.simulated import rank_pipelines
+from meshfold.passes.pipeline.simulated import TypedPipeline, rank_pipelines
 from meshfold.passes.pipeline.tree import CUT_EXPERTS, PipelineTree, grow_pipelines
 from meshfold.passes.planner.accumulation import fitting_rows
 from meshfold.passes.planner.assembly import PlanRequest, model_info
@@ -56,9 +57,8 @@ def plan_with_pipelines(request: PlanRequest, in_one_pass: Sequence[Plan]) -> tu
         # A pipeline is held against the simulated step: what adds up to no more than that counts.
         known = max(without.step_s, without.time.step_s), without.search.lower_bound_s
     outcome = search_pipelines(problems, tree, step_s=known[0], lower_bound_s=known[1])
-    best, best_s = None, np.inf
-    if outcome.found:
-        best, best_s = rank_pipelines(problems, outcome.found)[0]
+    typed, best_s = _fastest_that_fits(problems, outcome)
+    best = None if typed is None else typed.found
     if without and best_s > (1 - LEAST_GAIN) * without.step_s:
         best = None
     if best is None and without is None:
@@ -74,12 +74,11 @@ def plan_with_pipelines(request: PlanRequest, in_one_pass: Sequence[Plan]) -> tu
         )
         for plan in in_one_pass
     )
-    if best is None:
+    if typed is None or best is None:
         return others
     is_cut = problems.folded is not request.folded
     pipeline = assemble_pipeline(
-        problems,
-        best,
+        typed,
         model=model_info(request.folded, request.model_name, request.batch_size),
         pieces=sizes_of(problems.folded) if is_cut else (),
         baselines=(*earlier, *_one_pass_row(without), *uniform),
@@ -87,6 +86,20 @@ def plan_with_pipelines(request: PlanRequest, in_one_pass: Sequence[Plan]) -> tu
         notes=(*_notes(request, problems, best), *_why(request.options, without, best, best_s)),
     )
     return pipeline, *others
+
+
+def _fastest_that_fits(
+    problems: PipelineProblems, outcome: PipelineOutcome
+) -> tuple[TypedPipeline | None, float]:
+    """The first by simulated time whose simulated peak fits, too, and its seconds: what the search
+    adds up is seldom less than that."""
+    ranked = rank_pipelines(problems, outcome.found) if outcome.found else []
+    for found, step_s in ranked:
+        typed = TypedPipeline(problems, found)
+        devices = range(found.plan.schedule.num_devices)
+        if all(device_memory(typed, device).fits for device in devices):
+            return typed, step_s
+    return None, np.inf
 
 
 def _grown(request: PlanRequest) -> tuple[PipelineProblems, PipelineTree]:

@@ -29,7 +29,6 @@ from meshfold.passes.fold.assemble import graph_fingerprint
 from meshfold.passes.graph.variants import most_used
 from meshfold.passes.pipeline.device_memory import device_memory, microbatch_bytes
 from meshfold.passes.pipeline.layers import StrategyCosts
-from meshfold.passes.pipeline.problem import PipelineProblems
 from meshfold.passes.pipeline.search import PricedPipeline
 from meshfold.passes.pipeline.simulated import TypedPipeline
 from meshfold.passes.planner.assembly import losers, runs_of
@@ -39,8 +38,7 @@ T = TypeVar("T")
 
 
 def assemble_pipeline(
-    problems: PipelineProblems,
-    found: PricedPipeline,
+    typed: TypedPipeline,
     *,
     model: ModelInfo,
     pieces: tuple[int, ...],
@@ -48,9 +46,9 @@ def assemble_pipeline(
     stats: SearchStats,
     notes: tuple[str, ...],
 ) -> Plan:
-    """The plan of `found`. model: that was captured; pieces: ops of each layer if it was cut."""
-    typed = TypedPipeline(problems, found)
-    writer = _Writer(problems, found, typed)
+    """The plan of a pipeline. model: that was captured; pieces: ops of each layer if it was cut."""
+    problems, found = typed.problems, typed.found
+    writer = _Writer(typed)
     options = problems.options
     return Plan(
         model=model,
@@ -130,16 +128,13 @@ def _data_axis(mesh: Mesh) -> str:
 
 
 class _Writer:
-    def __init__(
-        self, problems: PipelineProblems, found: PricedPipeline, typed: TypedPipeline
-    ) -> None:
-        self.problems = problems
-        self.found = found
+    def __init__(self, typed: TypedPipeline) -> None:
+        self.problems, self.found = typed.problems, typed.found
         self.typed = typed
-        self.mesh = found.problem.mesh
+        self.mesh = self.found.problem.mesh
         self.split, self.choices = typed.split, typed.choices
         self.search, self.program = typed.search, typed.program
-        devices = range(found.plan.schedule.num_devices)
+        devices = range(self.found.plan.schedule.num_devices)
         self.memories = [device_memory(typed, device) for device in devices]
 
     def simulated_step(self) -> SimulatedStep | None:
