@@ -209,8 +209,9 @@ def test_levels_of_zero_trade_memory_for_communication():
     for memory, most in ((whole, 1), (first, 2), (second, 2), (third, 2)):
         assert memory.optimizer == 2 * memory.parameters
         assert 0 < memory.gradients <= most * memory.parameters
+    # Once per step: all of them until the last backward lets them go.
     assert first.gathered_parameters == 2 * first.parameters
-    assert second.gathered_parameters == 2 * second.parameters > third.gathered_parameters
+    assert third.gathered_parameters < second.gathered_parameters <= 2 * second.parameters
     none_s, first_s, second_s, third_s = (p.time.communication_s["dp"] for p in found)
     assert none_s < first_s < second_s < third_s
 
