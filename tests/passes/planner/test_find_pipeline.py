@@ -210,7 +210,7 @@ def test_levels_of_zero_trade_memory_for_communication():
         assert memory.optimizer == 2 * memory.parameters
         assert 0 < memory.gradients <= most * memory.parameters
     # Once per step: all of them until the last backward lets them go.
-    assert first.gathered_parameters == 2 * first.parameters
+    assert first.parameters < first.gathered_parameters <= 2 * first.parameters
     assert third.gathered_parameters < second.gathered_parameters <= 2 * second.parameters
     none_s, first_s, second_s, third_s = (p.time.communication_s["dp"] for p in found)
     assert none_s < first_s < second_s < third_s
