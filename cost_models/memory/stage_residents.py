@@ -201,4 +201,5 @@ def _gradients(
 
 
 def _unsharded(use: ParameterUse) -> ParameterUse:
-    return replace(use, stored_bytes=use.flat_bytes, gradient_bytes=use.flat_bytes)
+    """Each use of a parameter has sums of its own until the end."""
+    return replace(use, stored_bytes=use.flat_bytes, gradient_bytes=use.flat_bytes, name="")
