@@ -109,8 +109,8 @@ def _parameter_gradients(
 ) -> ParameterGradients:
     direct = _gradients(instances, _is_direct)
     each = _gradients(instances, _is_each)
-    once = _gradients(instances, _is_once)
-    sums = _gradients(instances, _is_once, is_unsharded=True)
+    once = _gradients(instances, is_summed)
+    sums = _gradients(instances, is_summed, is_unsharded=True)
     constant = direct.final + each.final
     summed, final = constant + sums.final, constant + once.final
     late = _gradients(instances, _is_late).final
@@ -152,7 +152,9 @@ def _is_direct(use: ParameterUse, is_once: bool) -> bool:
     return use.how == "direct" and not use.name
 
 
-def _is_once(use: ParameterUse, is_once: bool) -> bool:
+def is_summed(use: ParameterUse, is_once: bool) -> bool:
+    """Whether its gradient is added up in a buffer and reduced once per step. is_once: whether
+    those of gathered parameters are."""
     return use.how == "reduced" or (use.how == "gathered" and is_once)
 
 
@@ -162,7 +164,7 @@ def _is_late(use: ParameterUse, is_once: bool) -> bool:
 
 def _is_each(use: ParameterUse, is_once: bool) -> bool:
     """So is what several instances read: the sum of this microbatch waits for the last of them."""
-    return not (_is_direct(use, is_once) or _is_once(use, is_once))
+    return not (_is_direct(use, is_once) or is_summed(use, is_once))
 
 
 def _named_here(instances: Sequence[StageInstance]) -> list[StageInstance]:

@@ -80,14 +80,14 @@ class States:
 
 
 @dataclass(frozen=True, slots=True)
-class _Moment:
+class Moment:
     """Bytes at one moment, by component of MemoryEstimate."""
 
-    gradients: int
-    activations: int
-    gathered: int
-    buckets: int
-    transient: int
+    gradients: int = 0
+    activations: int = 0
+    gathered: int = 0
+    buckets: int = 0
+    transient: int = 0
     loss: int = 0
 
     @property
@@ -111,7 +111,7 @@ def compose_step(
     are a component of their own.
     """
     timeline = Timeline(instances, model_outputs, loss)
-    stepping = _Moment(timeline.final_gradients, 0, 0, 0, states.update.step_bytes)
+    stepping = Moment(timeline.final_gradients, 0, 0, 0, states.update.step_bytes)
     worst = max([*timeline.moments(), *timeline.sums_of_uses(), stepping], key=lambda m: m.total)
     estimate = MemoryEstimate(
         parameters=states.parameters + states.buffers,
@@ -198,7 +198,7 @@ class Timeline:
         """Moment of an instance's backward; its forward is moment `instance`."""
         return self.last - instance
 
-    def moments(self) -> list[_Moment]:
+    def moments(self) -> list[Moment]:
         """Every moment at its worst."""
         found = []
         gathered = [sums.gathered for sums in self.sums]
@@ -218,14 +218,14 @@ class Timeline:
             memory, ahead = instance.memory, next_gathered[i]
             coming, again = in_forward[i], in_backward[i]
             here = gathered[i] + self.sums[i].copied + unsharded[i] + coming
-            forward = _Moment(0, activations[i], here + ahead, 0, memory.forward_peak_bytes)
+            forward = Moment(0, activations[i], here + ahead, 0, memory.forward_peak_bytes)
             found.append(self._with_loss(forward, i, 0, memory.forward_peak_bytes))
             t = self.backward(i)
             here += unsharded[t] - unsharded[i] + again - coming
             behind = previous_gathered[i]
             inside = memory.backward_peak_bytes - memory.saved_bytes + value_gradients[t]
             saved = activations[t] + memory.saved_bytes
-            backward = _Moment(gradients[t], saved, here + behind, in_flight[t], inside)
+            backward = Moment(gradients[t], saved, here + behind, in_flight[t], inside)
             working = inside - value_gradients[t]
             found.append(self._with_loss(backward, i, memory.saved_bytes, working))
             sums = self.sums[i]
@@ -234,11 +234,11 @@ class Timeline:
             if sums.flat or sums.result:
                 behind += unsharded[t] + again
                 held = activations[t] - self.done[i]
-                reduction = _Moment(gradients[t], held, behind, buckets, inside)
+                reduction = Moment(gradients[t], held, behind, buckets, inside)
                 found.append(self._with_loss(reduction, i, 0, memory.reduction_bytes))
         return found
 
-    def _with_loss(self, moment: _Moment, instance: int, saved: int, working: int) -> _Moment:
+    def _with_loss(self, moment: Moment, instance: int, saved: int, working: int) -> Moment:
         """A moment of `instance`. saved, working: what it holds inside, among activations and
         transient."""
         if instance != self.loss:
@@ -336,12 +336,12 @@ class Timeline:
         left += sum(instance.sliced_bytes for instance in self.instances)
         return total + sum(final.values()) + left
 
-    def sums_of_uses(self) -> list[_Moment]:
+    def sums_of_uses(self) -> list[Moment]:
         """When two gradients of one parameter are added up, those from buckets at the end."""
         num_parts: Counter[tuple[str, bool]] = Counter()
         in_place: dict[str, bool] = {}
         gradients, activations = self.gradients.totals(), self.activations.totals()
-        at_end, found = gradients[self.last] + self.last_resident, list[_Moment]()
+        at_end, found = gradients[self.last] + self.last_resident, list[Moment]()
         for i in reversed(range(len(self.instances))):
             own, t = sum(self.instances[i].memory.slot_gradient_bytes), self.backward(i)
             for use in self.sums[i].shared:
@@ -351,9 +351,9 @@ class Timeline:
                     # The first gradient is there until the last one was added.
                     made = 0 if in_place.setdefault(use.name, use.adds_in_place) else size
                 if num_parts[use.name, is_direct] > 1 and is_direct:
-                    found.append(_Moment(gradients[t], activations[t], 0, 0, own + made))
+                    found.append(Moment(gradients[t], activations[t], 0, 0, own + made))
                 elif num_parts[use.name, is_direct] > 1:
-                    found.append(_Moment(at_end, 0, 0, 0, size))
+                    found.append(Moment(at_end, 0, 0, 0, size))
         return found
 
 

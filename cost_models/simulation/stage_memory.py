@@ -18,27 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshfold.cost_models.memory.stage_residents import StageResidents
+from meshfold.cost_models.memory.step_memory import Moment
 from meshfold.cost_models.pipeline.actions import Pass, StageAction
 from meshfold.cost_models.simulation.pipeline import StageEvents
 from meshfold.cost_models.simulation.step import StepRun
 from meshfold.ir.step_events import StepEvents
-
-
-@dataclass(frozen=True)
-class Moment:
-    """Bytes of one rank, states left out, by component of MemoryEstimate."""
-
-    gradients: int = 0
-    activations: int = 0
-    gathered: int = 0
-    buckets: int = 0
-    transient: int = 0
-    loss: int = 0
-
-    @property
-    def total(self) -> int:
-        kept = self.gradients + self.activations + self.gathered + self.buckets
-        return kept + self.transient + self.loss
 
 
 @dataclass(frozen=True)

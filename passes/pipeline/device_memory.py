@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from meshfold.cost_models.memory.put_off_bytes import PutOffBytes
-from meshfold.cost_models.memory.stage_residents import StageInstance, stage_residents
+from meshfold.cost_models.memory.stage_residents import StageInstance, is_summed, stage_residents
 from meshfold.cost_models.memory.step_memory import InstanceOutput, States
 from meshfold.cost_models.pipeline.actions import Pass
 from meshfold.cost_models.simulation.stage_memory import (
@@ -27,7 +27,7 @@ from meshfold.passes.memory.zero import program_states
 from meshfold.passes.pipeline.simulated import TypedPipeline
 from meshfold.passes.price.parameters import local_bytes
 
-SCALAR_BYTES = 8
+MICROBATCH_SCALAR_BYTES = 8
 """Of a microbatch: its loss, and the sum of all so far."""
 
 
@@ -98,8 +98,8 @@ def _use(typed: TypedPipeline, number: int) -> StageUse:
     uses = [u for k in range(stage.first, stage.end) for u in typed.instances[k].parameters]
     outputs = [o.source for o in split.outputs[1:] if o.source.kind is SourceKind.VALUE]
     flat = {
-        is_summed: [_flat_bytes(typed, k, is_summed) for k in range(stage.first, stage.end)]
-        for is_summed in (False, True)
+        summed: [_flat_bytes(typed, k, summed) for k in range(stage.first, stage.end)]
+        for summed in (False, True)
     }
     residents = stage_residents(
         [
@@ -116,7 +116,7 @@ def _use(typed: TypedPipeline, number: int) -> StageUse:
         residents,
         {Pass.FORWARD: arrived, Pass.BACKWARD: behind if crosses(number + 1) else 0},
         sends_back=before,
-        outputs=SCALAR_BYTES
+        outputs=MICROBATCH_SCALAR_BYTES
         + (sum(_size(typed, 0, (s.instance, s.output)) for s in outputs) if is_last else 0),
         loss=loss if 0 <= loss < stage.end - stage.first else -1,
         largest_gradient_bytes=max(
@@ -127,14 +127,13 @@ def _use(typed: TypedPipeline, number: int) -> StageUse:
     )
 
 
-def _flat_bytes(typed: TypedPipeline, k: int, is_summed: bool) -> int:
+def _flat_bytes(typed: TypedPipeline, k: int, summed: bool) -> int:
     """Of the buffers of gradients of instance k that are added up, or that are not."""
     once = typed.typings[typed.split.instances[k].region].accumulate_unsharded
     return sum(
         use.flat_bytes
         for use in typed.instances[k].parameters
-        if use.how != "direct"
-        and is_summed == (use.how == "reduced" or (use.how == "gathered" and once))
+        if use.how != "direct" and is_summed(use, once) == summed
     )
 
 
@@ -203,12 +202,18 @@ def _added_up(typed: TypedPipeline, device: int) -> MemoryEstimate:
     stages = [found.plan.stages[s] for s in found.plan.schedule.stages_of(device)]
     numbers = [k for stage in stages for k in range(stage.first, stage.end)]
     layers = [found.layers[k] for k in numbers]
-    largest = max(layers, key=lambda x: x.workspace_bytes)
+    at = max(numbers, key=lambda k: found.layers[k].workspace_bytes)
+    largest = found.layers[at]
     gathered = min(largest.gathered_bytes, largest.workspace_bytes)
     kept = sum(
         found.plan.stages[s].in_flight * _microbatch_bytes(typed, s)
         for s in found.plan.schedule.stages_of(device)
     )
+    working, loss = largest.workspace_bytes - gathered, 0
+    if at == loss_instance(problem.tables.folded):
+        stage = next(stage for stage in stages if stage.first <= at < stage.end)
+        inside = stage.in_flight * largest.activation_bytes
+        kept, working, loss = kept - inside, 0, inside + working
     return MemoryEstimate(
         parameters=sum(x.parameter_bytes for x in layers),
         gradients=sum(x.gradient_bytes for x in layers),
@@ -216,9 +221,10 @@ def _added_up(typed: TypedPipeline, device: int) -> MemoryEstimate:
         activations=kept + problem.fixed_bytes - problems.reserve_bytes,
         gathered_parameters=gathered + sum(x.gathered_once_bytes for x in layers),
         buckets=0,
-        transient=largest.workspace_bytes - gathered + sum(x.update_bytes for x in layers),
+        transient=working + sum(x.update_bytes for x in layers),
         reserve=problems.reserve_bytes,
         capacity=problem.capacity_bytes,
+        loss=loss,
         emitted=_more_for_weights(typed, device),
     )
 

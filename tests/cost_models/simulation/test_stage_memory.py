@@ -6,10 +6,10 @@ import pytest
 
 from meshfold.cost_models.memory.put_off_bytes import PutOffBytes
 from meshfold.cost_models.memory.stage_residents import ParameterGradients, StageResidents
+from meshfold.cost_models.memory.step_memory import Moment
 from meshfold.cost_models.pipeline.actions import Pass, StageAction
 from meshfold.cost_models.simulation.pipeline import StageEvents
 from meshfold.cost_models.simulation.stage_memory import (
-    Moment,
     StageMemory,
     StageUse,
     device_peak,
