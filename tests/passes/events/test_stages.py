@@ -19,7 +19,7 @@ from meshfold.ir.options import CompileOptions
 from meshfold.ir.plan import Plan
 from meshfold.passes.events.bucketing import BucketSizes, with_bucket_sizes
 from meshfold.passes.pipeline.simulated import TypedPipeline
-from meshfold.passes.planner import pipeline_assembly
+from meshfold.passes.planner import find_pipeline
 from meshfold.passes.planner.find import find_plan_for
 from meshfold.runtime.batches import BatchReader
 from meshfold.runtime.pipeline_runner import PipelineRunner
@@ -47,7 +47,7 @@ def planned(
             super().__init__(*arguments)
             made.append(self)
 
-    monkeypatch.setattr(pipeline_assembly, "TypedPipeline", Noted)
+    monkeypatch.setattr(find_pipeline, "TypedPipeline", Noted)
     _, _, captured = captured_llama()
     plan = find_plan_for(
         captured.graph,
