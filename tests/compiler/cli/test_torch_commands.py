@@ -107,9 +107,9 @@ def test_graph_writes_down_what_each_pass_made(
         (
             [MODEL, "--memory", "1kB"],
             1,
-            "needs 5.32 kB, most of it activations (1.67 kB); 4.32 kB are missing; use more "
+            "needs 5.38 kB, most of it activations (1.73 kB); 4.38 kB are missing; use more "
             "devices, more memory or a smaller batch; microbatches and stages were tried, too; "
-            "planned again, these would fit: 5.32 kB per device (tp2)",
+            "planned again, these would fit: 5.38 kB per device (tp2)",
         ),
         ([MODEL, "--pin", "tp=3"], 2, "tp=3"),
     ],
