@@ -25,6 +25,16 @@ from meshfold.capture.dedup.tracer import CallPlan, CallTracer, plan_calls, stri
 from meshfold.capture.known_values.fixed_inputs import fixed_note, graph_structure
 from meshfold.capture.known_values.known_tensors import KnownTensors
 from meshfold.capture.known_values.refusals import refused_branch
+from meshfold.capture.python_state.buffers import refuse_remade
+from meshfold.capture.python_state.held_state import (
+    Changes,
+    Kept,
+    refuse_changing_state,
+    refuse_kept_tensors,
+)
+from meshfold.capture.python_state.lost_calls import refuse_gradient_hooks
+from meshfold.capture.python_state.outside_world import refuse_questions, spaces_of
+from meshfold.capture.python_state.snapshots import Snapshot, shared_state
 from meshfold.capture.rewrites.causal_masks import plain_masks
 from meshfold.capture.rewrites.draws import with_draws
 from meshfold.capture.rewrites.embedding_bag import with_bags
@@ -55,16 +65,8 @@ from meshfold.capture.trace.layer_drop import LayerDrops
 from meshfold.capture.trace.loss_function import LossFunction, check_arguments
 from meshfold.capture.trace.lower import read_program
 from meshfold.capture.trace.module_names import refuse_lazy, refuse_names
-from meshfold.capture.trace.python_state import (
-    Changes,
-    Kept,
-    refuse_changing_state,
-    refuse_gradient_hooks,
-    refuse_kept_tensors,
-)
 from meshfold.capture.trace.raw_program import RawProgram, number
 from meshfold.capture.trace.returned import NOTHING
-from meshfold.capture.trace.snapshots import Snapshot, shared_state
 from meshfold.capture.trace.structures import Node
 from meshfold.errors import CaptureError, OptionError
 from meshfold.gc_pause import collector_paused
@@ -218,13 +220,26 @@ def _capture(
 
     def is_same(prepare: Callable[[nn.Module], None], num_calls: int) -> bool:
         second = traced(False, prepare=prepare, num_calls=num_calls).captured
-        return fingerprint(second.graph) == fingerprint(trace.captured.graph)
+        return _is_same(second, trace.captured)
 
     refuse_changing_state(trace.changed, is_same)
     refuse_kept_tensors(trace.kept, trace.held, is_same)
+    refuse_remade(trace.remade, lambda: traced(False, num_calls=2).remade)
+    spaces = spaces_of(model, *filter(None, [wanted.loss_fn]))
+    refuse_questions(spaces, lambda: is_same(lambda _: None, 1))
     if trace.drops.num_branches:
         _refuse_other_branches(trace, lambda: traced(False, skips=True))
     return trace.captured
+
+
+def _is_same(some: Captured, other: Captured) -> bool:
+    """Whether they compute the same, of the same constants."""
+    constants, others = some.constants, other.constants
+    return (
+        fingerprint(some.graph) == fingerprint(other.graph)
+        and constants.keys() == others.keys()
+        and all(torch.equal(x, others[name]) for name, x in constants.items())
+    )
 
 
 def _refuse_other_branches(trace: "_Trace", skipping: Callable[[], "_Trace"]) -> None:
@@ -240,13 +255,14 @@ def _refuse_other_branches(trace: "_Trace", skipping: Callable[[], "_Trace"]) ->
 
 @dataclass(frozen=True)
 class _Trace:
-    """changed, kept, held: the state that forward changed. drops: layers that it may skip.
+    """changed, kept, held, remade: the state that forward changed. drops: layers that it may skip.
     skipped: the fingerprint of the program without them."""
 
     captured: Captured
     changed: Changes
     kept: Kept
     held: str
+    remade: Mapping[str, str]
     drops: LayerDrops
     skipped: str
 
@@ -308,7 +324,8 @@ def _traced(
             "any case, and a skipped one gets gradients of zeros, where the model leaves None",
         )
     captured = _fold(program, names, inputs, exported, notes, rules)
-    return _Trace(captured, exported.changed, exported.kept, exported.held, drops, skipped)
+    held = exported.changed, exported.kept, exported.held, exported.remade
+    return _Trace(captured, *held, drops, skipped)
 
 
 def _lean(program: RawProgram) -> RawProgram:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from meshfold.capture.trace.snapshots import Snapshot, attributes_of
+from meshfold.capture.python_state.snapshots import Snapshot, attributes_of
 
 
 @contextmanager

@@ -56,6 +56,7 @@ ORDER = (
     "meshfold.capture.expert_loops",
     "meshfold.capture.known_values",
     "meshfold.capture.masked_rows",
+    "meshfold.capture.python_state",
     "meshfold.capture.trace",
     "meshfold.capture.dedup",
     "meshfold.capture.rewrites",

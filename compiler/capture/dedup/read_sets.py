@@ -3,9 +3,9 @@
 A Recording watches one call of one module. It notes every instance attribute that the module or a
 submodule reads (the *read set*) and those of modules elsewhere, whether one is written, and what
 the code that ran shares with other modules: globals, classes, closures, context variables
-(meshfold.capture.trace.snapshots). A module of the same build that would read equal values runs the
-same ops. A table in which each module has an entry of its own is refused: one content, read at
-other places.
+(meshfold.capture.python_state.snapshots). A module of the same build that would read equal values
+runs the same ops. A table in which each module has an entry of its own is refused: one content,
+read at other places.
 
 Known escapes: C extensions, files, the environment. The last instance of every class is traced as
 well and compared, and `full_capture=True` trusts nothing.
@@ -24,7 +24,7 @@ from torch import nn
 
 from meshfold.capture.dedup.arguments import comparable_leaf, is_plain
 from meshfold.capture.dedup.modules import take_name, writes_to
-from meshfold.capture.trace.snapshots import Snapshot
+from meshfold.capture.python_state.snapshots import Snapshot
 from meshfold.torch_compat.fake_tensors import is_fake
 from meshfold.torch_compat.source_lines import is_user_file
 

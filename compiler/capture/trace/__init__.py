@@ -1,2 +1,1 @@
-"""A fake copy of the model, torch.export, and its graph lowered to plain data; what the model's
-Python changes meanwhile."""
+"""A fake copy of the model, torch.export, and its graph lowered to plain data."""

@@ -34,6 +34,7 @@ def write_detaches(module: fx.GraphModule) -> None:
     for node in list(graph.nodes):
         if node.op == "call_function" and str(node.target) == _BLOCK:
             _inline_block(module, node)
+    _refuse_writes_to_detached(graph)
     position = {node: k for k, node in enumerate(graph.nodes)}
     for node, here in position.items():
         if node.target is torch.ops.aten.detach_.default:
@@ -83,9 +84,7 @@ def _inline_block(module: fx.GraphModule, node: fx.Node) -> None:
 def _refuse_change_of_outer_value(op: fx.Node, outer: Mapping[fx.Node, Any]) -> None:
     """Refuses an in-place op on a tensor with a gradient inside no_grad: its gradient skips the
     change, which a graph of pure ops cannot say."""
-    if not (isinstance(op.target, torch._ops.OpOverload) and op.target._schema.is_mutable):
-        return
-    base: Any = op.args[0]
+    base = _written(op)
     while isinstance(base, fx.Node) and _shares_memory(base):
         base = base.args[0]
     is_outer = isinstance(base, fx.Node) and base.op == "placeholder"
@@ -96,6 +95,50 @@ def _refuse_change_of_outer_value(op: fx.Node, outer: Mapping[fx.Node, Any]) -> 
             op=str(op.target),
             source=line_in(op.meta.get("stack_trace") or ""),
         )
+
+
+def _refuse_writes_to_detached(graph: fx.Graph) -> None:
+    """Refuses an in-place op on the memory of x.detach() where x has a gradient and is read
+    afterwards: the values that are read have changed, their gradient has not."""
+    position = {node: k for k, node in enumerate(graph.nodes)}
+    for node, here in position.items():
+        source, detached = _written(node), None
+        while isinstance(source, fx.Node) and _shares_memory(source):
+            if source.target in _DETACHES and detached is None:
+                detached = source
+            source = source.args[0]
+        if detached is None or not isinstance(source, fx.Node) or not _carries_gradient(source):
+            continue
+        if any(position[reader] > here for reader in _readers(source, without=detached)):
+            raise CaptureError(
+                f"{node.target} changes, through detach(), a tensor whose gradient is used; write "
+                "it out of place",
+                op=str(node.target),
+                source=line_in(node.meta.get("stack_trace") or ""),
+            )
+
+
+def _readers(value: fx.Node, without: fx.Node) -> set[fx.Node]:
+    """What reads a value or a view of it, but not the view `without` and those of it."""
+    found: set[fx.Node] = set()
+    pending = [value]
+    while pending:
+        for user in pending.pop().users:
+            if user is not without and user not in found:
+                found.add(user)
+                if _shares_memory(user):
+                    pending.append(user)
+    return found
+
+
+def _written(op: fx.Node) -> Any:
+    """What an in-place op writes to; None for any other."""
+    if not isinstance(op.target, torch._ops.OpOverload):
+        return None
+    for k, argument in enumerate(op.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            return op.args[k] if k < len(op.args) else op.kwargs.get(argument.name)
+    return None
 
 
 def _shares_memory(op: fx.Node) -> bool:

@@ -33,6 +33,20 @@ from meshfold.capture.known_values.refusals import (
     refused_branch,
     refused_number,
 )
+from meshfold.capture.python_state.buffers import Buffers
+from meshfold.capture.python_state.held_state import (
+    Changes,
+    HeldState,
+    Kept,
+    changed_state,
+    plain_state,
+)
+from meshfold.capture.python_state.lost_calls import (
+    DataReads,
+    refuse_call,
+    refuse_saved_tensor_hooks,
+)
+from meshfold.capture.python_state.outside_world import refuse_hidden_draws, refuse_seeding
 from meshfold.capture.trace.detaches import (
     InnerGradients,
     refuse_lost_gradients,
@@ -41,18 +55,6 @@ from meshfold.capture.trace.detaches import (
 from meshfold.capture.trace.fake_model import ExampleInputs, FakeCopy
 from meshfold.capture.trace.functions import FunctionCall
 from meshfold.capture.trace.layer_drop import LayerDrops
-from meshfold.capture.trace.python_state import (
-    Buffers,
-    Changes,
-    DataReads,
-    HeldState,
-    Kept,
-    changed_state,
-    plain_state,
-    refuse_call,
-    refuse_hidden_draws,
-    refuse_seeding,
-)
 from meshfold.capture.trace.returned import Chosen, chosen_outputs, name_outputs
 from meshfold.capture.trace.value_checks import (
     Answering,
@@ -84,14 +86,15 @@ class RetraceError(Exception):
 class Exported:
     """`chosen`: the tensors that the program returns, of the model's return value. `program` is in
     decomposed form; its ops carry "file:line" as meta custom[SOURCE]. `changed`: the plain state
-    that forward changed; `kept`, `held`: what else. `drops`: layers that a branch may skip.
-    `functions`: what its ops `meshfold::function` stand for. `notes`: what was left out."""
+    that forward changed; `kept`, `held`, `remade`: what else. `drops`: layers that a branch may
+    skip. `functions`: what its ops `meshfold::function` stand for. `notes`: what was left out."""
 
     program: ExportedProgram
     chosen: Chosen
     changed: Changes
     kept: Kept
     held: str
+    remade: Mapping[str, str]
     drops: LayerDrops
     functions: Sequence[FunctionCall] = ()
     notes: tuple[str, ...] = ()
@@ -120,7 +123,7 @@ class _Watch(Answering):
         data = self.data_reads.answer(func, args, _line)
         if data is not None:
             return data
-        refuse_call(func, _line)
+        refuse_call(func, args, kwargs or {}, _line)
         try:
             result = super().__torch_function__(func, types, args, kwargs)
         except Exception:
@@ -159,7 +162,12 @@ class _Traced(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         before, buffers = plain_state(self.model), Buffers(self.model)
         held = HeldState(self.model)
-        with self.watch, self.watch.drops.watching(), refuse_seeding():
+        with (
+            self.watch,
+            self.watch.drops.watching(),
+            refuse_seeding(),
+            refuse_saved_tensor_hooks(_line),
+        ):
             returned = self.inputs.call(self.model, tensors)
         self.watch.checks.refuse_kept()
         self.watch.data_reads.refuse_written()
@@ -167,6 +175,7 @@ class _Traced(nn.Module):
         # Here: torch.export sets attributes back.
         self.report.changed = changed_state(before, self.model)
         self.report.kept = held.kept(self.model)
+        self.report.remade = buffers.remade()
         self.report.held = held.change((*self.report.changed, *self.report.kept))
         named = name_outputs(returned)
         if not named:
@@ -191,6 +200,7 @@ class _Report:
         self.changed: Changes = {}
         self.kept: Kept = {}
         self.held = ""
+        self.remade: Mapping[str, str] = {}
         self.chosen = Chosen({})
 
 
@@ -240,7 +250,8 @@ def export_fake(
     if drops.num_branches != drops.num_chosen and not skips:
         raise refused_branch("Tensor.__bool__", drops.source)
     found = tuple(fake.functions.calls), (*watch.checks.notes(), *watch.selections.notes())
-    return Exported(program, report.chosen, report.changed, report.kept, report.held, drops, *found)
+    held = report.changed, report.kept, report.held, report.remade
+    return Exported(program, report.chosen, *held, drops, *found)
 
 
 def _decomposed(program: ExportedProgram) -> ExportedProgram:
@@ -331,6 +342,11 @@ def _repair(reason: str, error: Exception) -> str:
             "a loss that matches predictions with labels (DETR and its kin) runs on the CPU, "
             "outside of torch; capture the model without labels, and compute its loss from what "
             "it returns"
+        )
+    if "higher order operator" in reason:
+        return (
+            "compute both sides of a torch.cond and choose by torch.where; write while_loop and "
+            "scan as Python loops of fixed length"
         )
     if "'NoneType' object" in reason:
         # As LongT5 and Switch Transformers make their mask of padding.

@@ -139,6 +139,12 @@ class _Reader:
         if spec.kind is InputKind.CONSTANT_TENSOR:
             tensor = self.exported.program.constants[str(spec.target)]
             return self._constant(tensor, str(spec.target))
+        if isinstance(self.exported.program.constants.get(str(spec.target)), torch.Generator):
+            raise CaptureError(
+                "forward draws from a torch.Generator of its own, and ranks would not agree on its "
+                "draws; draw without generator=, and the plan's seed decides",
+                op="torch.Generator",
+            )
         raise CaptureError(
             f"the graph takes {spec.kind.name.lower()} {spec.target}, which is no tensor; "
             "make it a buffer or an argument",

@@ -1,4 +1,4 @@
-"""What a graph cannot hold of a model's Python: state that forward changes, and hooks of gradients.
+"""What a graph cannot hold of a model's Python: state that forward changes.
 
 A graph is one call of forward. Numbers that forward counts up (steps, a temperature) would stay as
 they were in the traced call; if the next call computes something else with them, the model is
@@ -6,20 +6,15 @@ refused. What only counts (a log of calls) is left.
 """
 
 import copy
-import random
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from operator import is_
-from types import FrameType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from meshfold.capture.trace.snapshots import (
+from meshfold.capture.python_state.snapshots import (
     Snapshot,
     attributes_of,
     is_of_user,
@@ -27,7 +22,6 @@ from meshfold.capture.trace.snapshots import (
 )
 from meshfold.errors import CaptureError
 from meshfold.torch_compat.fake_tensors import fake_like, fake_mode, modes_of
-from meshfold.torch_compat.source_lines import is_user_file
 
 State = Mapping[tuple[str, str], Any]
 """Plain values by (module path, attribute); those that instances share by ("", "file:name") and
@@ -39,18 +33,6 @@ Changes = Mapping[tuple[str, str], tuple[Any, Any]]
 _PLAIN = (bool, int, float, str, type(None))
 _MOST = 64
 """Entries of the longest container that is looked at."""
-
-
-def refuse_gradient_hooks(model: nn.Module) -> None:
-    """Raises CaptureError for a parameter with hooks, which would not run on its shards."""
-    for name, parameter in model.named_parameters():
-        accumulated = getattr(parameter, "_post_accumulate_grad_hooks", None)
-        if getattr(parameter, "_backward_hooks", None) or accumulated:
-            raise CaptureError(
-                f"{name} has hooks of its gradient, which would not run; register them on the "
-                "parameter of the compiled model, which is this rank's shard",
-                op="Tensor.register_hook",
-            )
 
 
 def plain_state(model: nn.Module) -> State:
@@ -238,144 +220,3 @@ def refuse_changing_state(changed: Changes, again: Again) -> None:
         "tensor",
         op="Python",
     )
-
-
-_UNLIKELY = 0x6D65736866
-"""A seed that no model sets."""
-
-
-@contextmanager
-def refuse_seeding() -> Iterator[None]:
-    """Raises CaptureError where torch's generator is seeded inside: draws of a program are of the
-    plan's seed and the step."""
-    generator, state = torch.default_generator, torch.get_rng_state()
-    generator.manual_seed(_UNLIKELY)
-    try:
-        yield
-        if generator.initial_seed() != _UNLIKELY:
-            raise CaptureError(
-                "forward seeds torch's random numbers, which would be lost in a graph; seed them "
-                "outside of the model, or pass what it draws as an input tensor",
-                op="torch.manual_seed",
-            )
-    finally:
-        torch.set_rng_state(state)
-
-
-_REFUSED: tuple[tuple[Any, str, str], ...] = (
-    (torch.Tensor.data.__set__, "Tensor.data =", "compute a new tensor"),  # type: ignore[attr-defined]
-    (torch.Tensor.register_hook, "Tensor.register_hook", "write what it does with ordinary ops"),
-    (
-        torch.Tensor.register_post_accumulate_grad_hook,
-        "Tensor.register_post_accumulate_grad_hook",
-        "register it on the compiled model's parameter",
-    ),
-    (torch.Tensor.backward, "Tensor.backward", "return a loss, and call backward outside"),
-)
-
-
-def refuse_call(func: Any, line: Callable[[], str]) -> None:
-    """Raises CaptureError for a function of torch that a traced forward would lose, or crash on."""
-    for other, name, remedy in _REFUSED:
-        if func == other:
-            raise CaptureError(
-                f"{name} inside of forward is lost in a graph; {remedy}", op=name, source=line()
-            )
-
-
-class DataReads:
-    """x.data in forward, which is x.detach() as long as nothing writes to either."""
-
-    def __init__(self) -> None:
-        self.reads: list[tuple[torch.Tensor, int, str]] = []
-        """What was given, the version of its memory, and the line."""
-
-    def answer(self, func: Any, args: Sequence[Any], line: Callable[[], str]) -> Any:
-        """What x.data gives here; None for another function."""
-        if func != torch.Tensor.data.__get__:  # type: ignore[attr-defined]
-            return None
-        given = args[0].detach()
-        self.reads.append((given, given._version, line()))
-        return given
-
-    def refuse_written(self) -> None:
-        """Raises CaptureError where memory was written to after x.data was read."""
-        for given, version, source in self.reads:
-            if given._version != version:
-                raise CaptureError(
-                    "a write to the memory of Tensor.data inside of forward is lost in a graph; "
-                    "compute a new tensor of x.detach()",
-                    op="Tensor.data",
-                    source=source,
-                )
-
-
-class Buffers:
-    """The buffers of a model before forward, so that one that it replaces (`self.mean = ...`) is
-    written instead: a graph knows writes to a buffer, not which tensor a name stands for."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._held = [
-            (module, name, buffer)
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-
-    def write_replaced(self) -> None:
-        """Writes what has replaced buffers into them. Those of another shape or dtype stay."""
-        replaced = [
-            (module, name, buffer, new)
-            for module, name, buffer in self._held
-            if (new := module._buffers.get(name)) is not buffer
-            and isinstance(new, torch.Tensor)
-            and (new.shape, new.dtype) == (buffer.shape, buffer.dtype)
-        ]
-        # Read before any is written: buffers, or views of them, may have changed places.
-        values = [new.detach().clone() for *_, new in replaced]
-        for (module, name, buffer, _), value in zip(replaced, values, strict=True):
-            buffer.copy_(value)
-            module._buffers[name] = buffer
-
-
-@contextmanager
-def refuse_hidden_draws(rerun: Callable[[], object]) -> Iterator[None]:
-    """Refuse draws from Python's or numpy's generator: they would become constants."""
-    before = _generator_states()
-    yield
-    if _generator_states() != before:
-        raise CaptureError(
-            "the model draws random numbers outside torch, which would be frozen into the graph; "
-            "draw with torch, or pass them in as an input",
-            op="random",
-            source=_first_draw(rerun),
-        )
-
-
-def _generator_states() -> tuple[object, ...]:
-    name, keys, *rest = np.random.get_state(legacy=True)
-    return random.getstate(), name, np.asarray(keys).tobytes(), *rest
-
-
-def _first_draw(rerun: Callable[[], object]) -> str:
-    """Run once more, line by line, up to the line that changes a generator."""
-    found = ""
-    state = _generator_states()
-
-    def trace(frame: FrameType, event: str, arg: object) -> Any:
-        nonlocal found, state
-        if event == "call":
-            return trace if is_user_file(frame.f_code.co_filename) else None
-        if not found and lines.get(frame) and _generator_states() != state:
-            found = f"{frame.f_code.co_filename}:{lines[frame]}"
-        lines[frame] = frame.f_lineno
-        return trace
-
-    lines: dict[FrameType, int] = {}
-    tracer = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        rerun()
-    finally:
-        sys.settrace(tracer)
-    return found

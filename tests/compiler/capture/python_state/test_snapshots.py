@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshfold.capture.trace.snapshots import Snapshot, attributes_of
+from meshfold.capture.python_state.snapshots import Snapshot, attributes_of
 
 VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("a variable of a model", default=0)
 

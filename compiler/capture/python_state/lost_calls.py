@@ -1,0 +1,122 @@
+"""Calls of torch that a trace takes no notice of, and hooks: refused, since they would be lost."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshfold.errors import CaptureError
+from meshfold.torch_compat.saved_tensor_hooks import saved_tensor_hooks_met
+from meshfold.torch_compat.source_lines import is_user_file
+
+
+def refuse_gradient_hooks(model: nn.Module) -> None:
+    """Raises CaptureError for a parameter with hooks, which would not run on its shards, and for a
+    module with hooks of its backward, which a graph of ops has no place for."""
+    for path, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise CaptureError(
+                f"{path or type(module).__name__} has hooks of its backward, which would not run; "
+                "remove them, or write what they do with ordinary ops in forward",
+                op="nn.Module.register_full_backward_hook",
+            )
+    for name, parameter in model.named_parameters():
+        accumulated = getattr(parameter, "_post_accumulate_grad_hooks", None)
+        if getattr(parameter, "_backward_hooks", None) or accumulated:
+            raise CaptureError(
+                f"{name} has hooks of its gradient, which would not run; register them on the "
+                "parameter of the compiled model, which is this rank's shard",
+                op="Tensor.register_hook",
+            )
+
+
+_REFUSED: tuple[tuple[Any, str, str], ...] = (
+    (torch.Tensor.data.__set__, "Tensor.data =", "compute a new tensor"),  # type: ignore[attr-defined]
+    (torch.Tensor.register_hook, "Tensor.register_hook", "write what it does with ordinary ops"),
+    (
+        torch.Tensor.register_post_accumulate_grad_hook,
+        "Tensor.register_post_accumulate_grad_hook",
+        "register it on the compiled model's parameter",
+    ),
+    (torch.Tensor.backward, "Tensor.backward", "return a loss, and call backward outside"),
+)
+
+
+def refuse_call(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], line: Callable[[], str]
+) -> None:
+    """Raises CaptureError for a function of torch that a traced forward would lose, or crash on."""
+    if torch.is_inference_mode_enabled():
+        raise CaptureError(
+            "what torch.inference_mode keeps from the gradient is lost in a graph; use "
+            "torch.no_grad inside of forward, and compile outside of either",
+            op="torch.inference_mode",
+            source=line(),
+        )
+    if func in _MARKS and isinstance(args[0], nn.Parameter):
+        wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+        if wanted != args[0].requires_grad:
+            raise CaptureError(
+                f"forward sets requires_grad of a parameter to {wanted}, which a graph of one call "
+                "cannot hold; freeze it before it is compiled, or use its detach() where no "
+                "gradient is to flow",
+                op="Tensor.requires_grad_",
+                source=line(),
+            )
+    for other, name, remedy in _REFUSED:
+        if func == other:
+            raise CaptureError(
+                f"{name} inside of forward is lost in a graph; {remedy}", op=name, source=line()
+            )
+
+
+_MARKS = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def refuse_saved_tensor_hooks(line: Callable[[], str]) -> Iterator[None]:
+    """Raises CaptureError where forward chooses what its backward reads; torch's own way to keep
+    it on the host changes no number."""
+
+    def met(*hooks: Any) -> None:
+        files = [getattr(inspect.unwrap(h), "__code__", None) for h in hooks]
+        if any(code is None or is_user_file(code.co_filename) for code in files):
+            raise CaptureError(
+                "saved_tensors_hooks inside of forward are lost in a graph, whose plan chooses "
+                "what is kept and where; leave them out",
+                op="torch.autograd.graph.saved_tensors_hooks",
+                source=line(),
+            )
+
+    with saved_tensor_hooks_met(met):
+        yield
+
+
+class DataReads:
+    """x.data in forward, which is x.detach() as long as nothing writes to either."""
+
+    def __init__(self) -> None:
+        self.reads: list[tuple[torch.Tensor, int, str]] = []
+        """What was given, the version of its memory, and the line."""
+
+    def answer(self, func: Any, args: Sequence[Any], line: Callable[[], str]) -> Any:
+        """What x.data gives here; None for another function."""
+        if func != torch.Tensor.data.__get__:  # type: ignore[attr-defined]
+            return None
+        given = args[0].detach()
+        self.reads.append((given, given._version, line()))
+        return given
+
+    def refuse_written(self) -> None:
+        """Raises CaptureError where memory was written to after x.data was read."""
+        for given, version, source in self.reads:
+            if given._version != version:
+                raise CaptureError(
+                    "a write to the memory of Tensor.data inside of forward is lost in a graph; "
+                    "compute a new tensor of x.detach()",
+                    op="Tensor.data",
+                    source=source,
+                )
