@@ -231,30 +231,45 @@ def backward_order(schedule: Schedule, device: int) -> list[tuple[int, int]]:
     return [(last - stage + device, j) for stage, j in forward_order(schedule, device)]
 
 
-def resident_by_virtual_stage(schedule: Schedule) -> tuple[tuple[tuple[int, ...], ...], ...]:
+def resident_by_virtual_stage(
+    schedule: Schedule, *, weights_apart: bool = False
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """The numbers of microbatches whose activations are resident on each virtual stage of a device
     at one moment: all such tuples but those that another one is no smaller than anywhere.
 
     What a device needs is the largest over them of sum_c n_c * (bytes of virtual stage c).
+    weights_apart: with as many entries again behind them, for microbatches between B and W, which
+    the first entries then leave out.
     """
-    if schedule.num_virtual_stages == 1:
+    p, v = schedule.num_devices, schedule.num_virtual_stages
+    if v == 1 and not weights_apart:
         return tuple(((n,),) for n in schedule.in_flight)
-    p = schedule.num_devices
     ends = Pass.WEIGHT_GRADIENT if schedule.splits_backward else Pass.BACKWARD
     # A warm-up spans less than v + 2 groups of p microbatches; after it groups repeat.
-    groups = min(-(-schedule.num_microbatches // p), schedule.num_virtual_stages + 4)
+    groups = min(-(-schedule.num_microbatches // p), v + 4)
     short = replace(schedule, num_microbatches=min(schedule.num_microbatches, groups * p))
     found = []
     for device in short.actions():
-        in_flight, seen = [0] * schedule.num_virtual_stages, set()
+        in_flight, seen = [0] * (2 * v if weights_apart else v), set()
         for action in device:
+            at = action.stage // p
             if action.kind is Pass.FORWARD:
-                in_flight[action.stage // p] += 1
-                seen.add(tuple(in_flight))
+                in_flight[at] += 1
+            elif weights_apart and schedule.splits_backward:
+                in_flight[at] -= action.kind is Pass.BACKWARD
+                in_flight[v + at] += 1 if action.kind is Pass.BACKWARD else -1
             elif action.kind is ends:
-                in_flight[action.stage // p] -= 1
+                in_flight[at] -= 1
+            seen.add(tuple(in_flight))
         found.append(_largest(seen))
     return tuple(found)
+
+
+def counted_in_flight(schedule: Schedule) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """resident_by_virtual_stage as a search of stages counts: microbatches between B and W apart
+    where there are several virtual stages. One stage per device keeps all of a microbatch to W."""
+    is_apart = schedule.splits_backward and schedule.num_virtual_stages > 1
+    return resident_by_virtual_stage(schedule, weights_apart=is_apart)
 
 
 def _largest(seen: Collection[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:

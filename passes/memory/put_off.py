@@ -25,6 +25,10 @@ class PutOff:
     inputs: int = 0
     gradients: int = 0
 
+    @property
+    def num_bytes(self) -> int:
+        return self.inputs + self.gradients
+
     def __add__(self, other: "PutOff") -> "PutOff":
         return PutOff(self.inputs + other.inputs, self.gradients + other.gradients)
 

@@ -52,6 +52,7 @@ from meshfold.passes.pipeline.parameters import (
     data_axes,
 )
 from meshfold.passes.price.step import host_optimizer_s, optimizer_s
+from meshfold.passes.stages.problem import LayerCosts
 
 Collective = Callable[[str, float, Axes], float]
 """(kind, bytes, axes of the group) -> seconds."""
@@ -60,12 +61,14 @@ Collective = Callable[[str, float, Axes], float]
 @dataclass(frozen=True, eq=False)
 class PipelineLayer:
     """A layer typed for one microbatch of one rank. weight_s: of the backward, what only makes
-    weight gradients (price/weight_gradients.py). loss_bytes: of the loss, which is summed over the
-    ranks of dp once per step; 0 in other layers."""
+    weight gradients (price/weight_gradients.py), of which W needs put_off_bytes
+    (memory/put_off.py). loss_bytes: of the loss, which is summed over the ranks of dp once per
+    step; 0 in other layers."""
 
     region: TypedRegion
     parameters: tuple[Parameter, ...]
     weight_s: float
+    put_off_bytes: int
     loss_bytes: int
 
 
@@ -122,6 +125,9 @@ class StrategyCosts:
     """Parameters, gradients and optimizer states."""
 
     activation_bytes: int
+    put_off_bytes: int
+    """What a split backward keeps from B to W (memory/put_off.py)."""
+
     gathered_bytes: int
     """Gathered parameters among workspace_bytes."""
 
@@ -255,6 +261,7 @@ def strategy_costs(
         gathered_once_bytes=gathered_once_bytes,
         update_bytes=max(0, update.step_bytes - activation_bytes - gathered_once_bytes),
         activation_bytes=activation_bytes,
+        put_off_bytes=layer.put_off_bytes,
         gathered_bytes=2 * sums.num_bytes("all_gather"),
         workspace_bytes=sums.workspace_bytes(memory),
     )
@@ -326,4 +333,20 @@ def _criteria(x: StrategyCosts) -> tuple[float, ...]:
         x.state_bytes,
         x.activation_bytes,
         x.workspace_bytes,
+    )
+
+
+def run_costs(name: str, layer_costs: Sequence[StrategyCosts]) -> LayerCosts:
+    """A layer of a chain, under each of these strategies."""
+    return LayerCosts.build(
+        name,
+        tuple(x.strategy.label for x in layer_costs),
+        forward_s=[x.forward_s for x in layer_costs],
+        backward_s=[x.backward_s for x in layer_costs],
+        weight_s=[x.weight_s for x in layer_costs],
+        sync_s=[x.sync_s for x in layer_costs],
+        state_bytes=[x.state_bytes for x in layer_costs],
+        activation_bytes=[x.activation_bytes for x in layer_costs],
+        put_off_bytes=[x.put_off_bytes for x in layer_costs],
+        transient_bytes=[x.workspace_bytes for x in layer_costs],
     )

@@ -39,6 +39,7 @@ from meshfold.ir.strategy import (
     UniformStrategy,
 )
 from meshfold.passes.memory.local_program import Probe
+from meshfold.passes.memory.put_off import put_off
 from meshfold.passes.memory.region import MemoryModel
 from meshfold.passes.memory.typed_region import TypedRegion, saved_output_bytes
 from meshfold.passes.memory.zero import program_states
@@ -48,6 +49,7 @@ from meshfold.passes.pipeline.layers import (
     StageContext,
     StrategyCosts,
     microbatch_seconds,
+    run_costs,
     strategy_costs,
     undominated,
 )
@@ -60,7 +62,7 @@ from meshfold.passes.run.hull import FloatArray, IntArray
 from meshfold.passes.split.microbatch import MicrobatchGraphs, has_own_statistics
 from meshfold.passes.split.operator_slices import operators_in_slices
 from meshfold.passes.split.stage_crossing import crossing_readers
-from meshfold.passes.stages.problem import LayerCosts, LayerRun, StageProblem
+from meshfold.passes.stages.problem import LayerRun, StageProblem
 
 _TableKey = tuple[int, Degrees, TpMode, tuple[Recompute, ...]]
 """(slices of the batch, axes without dp, mode of tp, what is recomputed)."""
@@ -163,7 +165,7 @@ class PipelineProblems:
         tables = self.tables(degrees, recomputes)
         regions = [undominated(layer_costs) for layer_costs in self.layer_costs(strategies)]
         layers = [
-            _run_costs(region.name, layer_costs)
+            run_costs(region.name, layer_costs)
             for region, layer_costs in zip(tables.folded.regions, regions, strict=True)
         ]
         fixed_bytes = self._fixed_bytes(tables, degrees)
@@ -256,6 +258,7 @@ class PipelineProblems:
                 TypedRegion(region.graph, of.typing, of.pricer, model, folded.first_floats[r]),
                 parameters_of(region.graph, of.typing, search.mesh, self._holders[r]),
                 weight_gradients_s(region.graph, of.rules, search.costs),
+                put_off(region.graph, of.typing, search.mesh.sizes).num_bytes,
                 loss_bytes.get(r, 0),
             )
             for r, (region, of) in enumerate(zip(folded.regions, solutions, strict=True))
@@ -383,17 +386,3 @@ def _crossing_bytes(
     for before, after in operators_in_slices(folded):
         crossing[before + 1 : after + 1] += PARTED_BYTES
     return crossing
-
-
-def _run_costs(name: str, layer_costs: Sequence[StrategyCosts]) -> LayerCosts:
-    return LayerCosts.build(
-        name,
-        tuple(x.strategy.label for x in layer_costs),
-        forward_s=[x.forward_s for x in layer_costs],
-        backward_s=[x.backward_s for x in layer_costs],
-        weight_s=[x.weight_s for x in layer_costs],
-        sync_s=[x.sync_s for x in layer_costs],
-        state_bytes=[x.state_bytes for x in layer_costs],
-        activation_bytes=[x.activation_bytes for x in layer_costs],
-        transient_bytes=[x.workspace_bytes for x in layer_costs],
-    )

@@ -29,7 +29,7 @@ import numpy as np
 
 from meshfold.cost_models.pipeline.actions import ActionLists, Pass
 from meshfold.cost_models.pipeline.makespan import StageTimes, critical_paths
-from meshfold.cost_models.pipeline.schedules import Schedule, resident_by_virtual_stage
+from meshfold.cost_models.pipeline.schedules import Schedule, counted_in_flight
 from meshfold.passes.run.hull import FloatArray, IntArray
 from meshfold.passes.stages.memory_bound import least_z
 from meshfold.passes.stages.pass_prices import PathMix, PriceProblem, priced_mix
@@ -109,6 +109,7 @@ class _Columns:
     sync_s: FloatArray
     state_bytes: FloatArray
     activation_bytes: FloatArray
+    put_off_bytes: FloatArray
 
 
 def _columns(problem: StageProblem, schedule: Schedule) -> _Columns:
@@ -135,6 +136,7 @@ def _undominated(layer: LayerCosts, *, splits_backward: bool) -> list[tuple[floa
             layer.sync_s,
             layer.state_bytes,
             layer.activation_bytes,
+            layer.put_off_bytes if splits_backward else np.zeros_like(layer.put_off_bytes),
         ]
     )
     kept: list[FloatArray] = []
@@ -219,12 +221,15 @@ def _memory(
     """(bytes of each variable, bytes there are) of every device at every moment."""
     least = min(int(run.layer.transient_bytes.min()) for run in problem.runs)
     rows, room = [], []
-    for device, moments in enumerate(resident_by_virtual_stage(schedule)):
+    kept = (columns.activation_bytes, columns.put_off_bytes)
+    for device, moments in enumerate(counted_in_flight(schedule)):
         own = list(schedule.stages_of(device))
         for in_flight in moments:
-            of_stage = np.zeros(schedule.num_stages)
-            of_stage[own] = in_flight
-            each = columns.state_bytes + of_stage[columns.stage] * columns.activation_bytes
+            each = columns.state_bytes
+            for counts, num_bytes in zip(np.reshape(in_flight, (-1, len(own))), kept, strict=False):
+                of_stage = np.zeros(schedule.num_stages)
+                of_stage[own] = counts
+                each = each + of_stage[columns.stage] * num_bytes
             rows.append((device_of == device) * each)
             room.append(float(problem.memory_bytes[device] - least))
     return np.array(rows), np.array(room)

@@ -11,6 +11,7 @@ per microbatch; sync_s is paid once per step, after the stage's last backward (g
 that nothing hides). Plain data, no torch: tables come from the region search or from a profile.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,8 +27,9 @@ class LayerCosts:
     """What one layer of a type costs under each strategy; build with `LayerCosts.build`.
 
     Per microbatch: forward_s, backward_s, of which weight_s for weight gradients,
-    activation_bytes. Per step: sync_s, state_bytes (parameters, gradients, optimizer state),
-    transient_bytes (of which a stage pays the largest only). Strategies are in the order of
+    activation_bytes, and put_off_bytes, which a split backward keeps from B to W instead, as many
+    where nothing else is said. Per step: sync_s, state_bytes (parameters, gradients, optimizer
+    state), transient_bytes (of which a stage pays the largest only). Strategies are in the order of
     their names, so that the order they came in decides nothing.
     """
 
@@ -40,6 +42,7 @@ class LayerCosts:
     state_bytes: IntArray
     activation_bytes: IntArray
     transient_bytes: IntArray
+    put_off_bytes: IntArray
 
     @classmethod
     def build(
@@ -54,6 +57,7 @@ class LayerCosts:
         weight_s: ArrayLike = 0.0,
         sync_s: ArrayLike = 0.0,
         transient_bytes: ArrayLike = 0,
+        put_off_bytes: ArrayLike | None = None,
     ) -> "LayerCosts":
         """Scalars count for every strategy. Raises OptionError for negative or fractional bytes,
         negative or infinite times, and shapes that do not fit."""
@@ -80,12 +84,20 @@ class LayerCosts:
             integers("state_bytes", state_bytes),
             integers("activation_bytes", activation_bytes),
             integers("transient_bytes", transient_bytes),
+            integers("put_off_bytes", activation_bytes if put_off_bytes is None else put_off_bytes),
         )
         if np.any(costs.weight_s > costs.backward_s):
             raise OptionError(
                 f"layer {name}: weight_s is longer than backward_s, which includes it"
             )
         return costs
+
+    def kept_bytes(self, in_flight: Sequence[float]) -> FloatArray:
+        """Of so many microbatches before the end of B and, where it is split and these are counted
+        apart, so many between B and W."""
+        tables = (self.activation_bytes, self.put_off_bytes)
+        each = [n * table for n, table in zip(in_flight, tables, strict=False)]
+        return np.asarray(sum(each), float)
 
     @property
     def total_s(self) -> FloatArray:

@@ -15,21 +15,23 @@ in the bound, or sync_s and forwards alone; the higher one counts.
 
 LP is the relaxed least time of all layers (run/hull.py), g_i(c) that of c layers of the run and the
 layer at an end of the chain that device i has to take. What a device needs is bounded by a mean
-over moments (schedules.resident_by_virtual_stage) that all virtual stages share.
+over moments (schedules.counted_in_flight) that all virtual stages share.
 """
 
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from meshfold.cost_models.pipeline.schedules import Schedule, resident_by_virtual_stage
+from meshfold.cost_models.pipeline.schedules import Schedule, counted_in_flight
 from meshfold.passes.run.hull import FloatArray, IntArray, lower_hull, lp_values
 from meshfold.passes.stages.problem import LayerCosts, StageProblem
 
 
 def virtual_stage_bound_s(problem: StageProblem, schedule: Schedule) -> float:
     """No plan under the interleaved `schedule` is faster; infinite where none fits."""
-    in_flight = min(map(_in_flight_of_all, resident_by_virtual_stage(schedule)))
+    v = schedule.num_virtual_stages
+    of_devices = [_in_flight_of_all(moments, v) for moments in counted_in_flight(schedule)]
+    in_flight = tuple(map(min, *of_devices, of_devices[0]))
     bounds = []
     for has_sync in (False, True):
         fill_s = _fill_s(problem, is_forward=has_sync or schedule.splits_backward)
@@ -75,7 +77,7 @@ def _fill_s(problem: StageProblem, *, is_forward: bool) -> FloatArray:
     return np.asarray(done_s[devices] + devices * _least_hop_s(problem))
 
 
-def _work_s(problem: StageProblem, in_flight: float, objective_s: _Objective) -> float:
+def _work_s(problem: StageProblem, in_flight: tuple[float, ...], objective_s: _Objective) -> float:
     p, m = problem.num_devices, problem.num_microbatches
     types = [
         (objective_s(run.layer, m), _least_bytes(run.layer, in_flight), run.count)
@@ -97,8 +99,8 @@ def _by_count_s(
     run = problem.runs[longest]
     counts = np.arange(1, run.count + 1)
     values = []
-    for device, moments in zip(range(p), resident_by_virtual_stage(schedule), strict=True):
-        in_flight = _in_flight_of_all(moments)
+    for device, moments in zip(range(p), counted_in_flight(schedule), strict=True):
+        in_flight = _in_flight_of_all(moments, schedule.num_virtual_stages)
         room = int(problem.memory_bytes[device]) - _least_transient(problem)
         seconds = 0.0
         at_last = device == schedule.device_of(schedule.num_stages - 1)
@@ -112,15 +114,16 @@ def _by_count_s(
     return longest, np.array(values)
 
 
-def _in_flight_of_all(resident: Sequence[tuple[int, ...]]) -> float:
+def _in_flight_of_all(resident: Sequence[tuple[int, ...]], num_stages: int) -> tuple[float, ...]:
     """Microbatches in flight in every virtual stage of a device at least, at one moment or in the
-    mean. resident: of the device, by virtual stage and moment."""
-    moments = np.array(resident, float)
-    return float(max(moments.min(axis=1).max(), moments.mean(axis=0).min()))
+    mean; apart as `resident` has them, which is of the device, by moment."""
+    moments = np.array(resident, float).reshape(len(resident), -1, num_stages)
+    each = [*moments.min(axis=2), moments.mean(axis=0).min(axis=1)]
+    return tuple(max(each, key=lambda n: (float(n.sum()), tuple(n))).tolist())
 
 
-def _least_bytes(costs: LayerCosts, in_flight: float) -> IntArray:
-    return np.floor(costs.state_bytes + in_flight * costs.activation_bytes).astype(np.int64)
+def _least_bytes(costs: LayerCosts, in_flight: tuple[float, ...]) -> IntArray:
+    return np.floor(costs.state_bytes + costs.kept_bytes(in_flight)).astype(np.int64)
 
 
 def _least_transient(problem: StageProblem) -> int:

@@ -2,11 +2,14 @@
 at once.
 
 Virtual stages share the memory of their device. At any moment virtual stage c has n_c microbatches
-in flight; which tuples n occur is known (schedules.resident_by_virtual_stage). With states s,
+in flight; which tuples n occur is known (schedules.counted_in_flight). With states s,
 activations a and transients u of the layers l that are chosen, x the resident bytes of a virtual
 stage's first layer, a device needs
 
     sum_l s_l + max over n of sum_c n_c (x_c + sum_{l in c} a_l) + max_l u_l
+
+Where the backward is split, n has as many entries again: microbatches between B and W, of which the
+layers keep what they put off, w_l for a_l.
 
 The strategies are exact for one n, that with the most activations if all layers were at their
 fastest; where those overrun at another n, they are solved again with the most that each virtual
@@ -18,14 +21,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshfold.cost_models.pipeline.schedules import Schedule, resident_by_virtual_stage
+from meshfold.cost_models.pipeline.schedules import Schedule, counted_in_flight
 from meshfold.passes.run.hull import IntArray
 from meshfold.passes.stages.answer import LayerBlock, Stage
 from meshfold.passes.stages.problem import LayerCosts, LayerRun, StageProblem
 from meshfold.passes.stages.solved import SolvedStage, StageSolver, summed_costs
 
 InFlight = tuple[int, ...]
-"""Microbatches in flight in each virtual stage of a device at one moment."""
+"""Microbatches in flight in each virtual stage of a device at one moment; behind these, where the
+backward is split, those between B and W."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class VirtualStageSolver:
     def __init__(self, problem: StageProblem, schedule: Schedule) -> None:
         self.problem = problem
         self.schedule = schedule
-        self.in_flight = resident_by_virtual_stage(schedule)
+        self.in_flight = counted_in_flight(schedule)
         self._problems: dict[tuple[object, ...], StageProblem] = {}
         self._bounds: dict[tuple[object, ...], float] = {}
         self._known: dict[tuple[object, ...], SolvedStage | None] = {}
@@ -113,9 +117,13 @@ class VirtualStageSolver:
         total = 0
         for group in groups:
             costs = self.problem.runs[group.run].layer
-            activation = int(costs.activation_bytes[int(costs.total_s.argmin())])
-            total += in_flight[group.virtual_stage] * group.count * activation
+            kept = costs.kept_bytes(self.of(in_flight, group.virtual_stage))
+            total += group.count * int(kept[int(costs.total_s.argmin())])
         return total
+
+    def of(self, in_flight: InFlight, virtual_stage: int) -> InFlight:
+        """The entries of one virtual stage."""
+        return in_flight[virtual_stage :: self.schedule.num_virtual_stages]
 
     def _solve(self, device: "_Device", in_flight: InFlight) -> SolvedStage | None:
         """The best strategies with `in_flight` microbatches in the virtual stages."""
@@ -131,9 +139,11 @@ class VirtualStageSolver:
         """The layers of a device as one stage, with a name for what it depends on."""
         room = device.budget - sum(
             n * int(self.problem.resident_bytes[first])
-            for n, (first, _) in zip(in_flight, device.spans, strict=True)
+            for n, (first, _) in zip(in_flight, device.spans, strict=False)
         )
-        numbers = tuple((x.run, x.count, in_flight[x.virtual_stage]) for x in device.groups)
+        numbers = tuple(
+            (x.run, x.count, self.of(in_flight, x.virtual_stage)) for x in device.groups
+        )
         if (numbers, room) not in self._problems:
             runs = tuple(
                 LayerRun(_with_in_flight(self.problem.runs[run].layer, n), count)
@@ -153,13 +163,16 @@ class VirtualStageSolver:
         groups: Sequence[_LayersOfStage],
         spans: Sequence[tuple[int, int]],
     ) -> IntArray:
-        """Bytes per microbatch in flight of each virtual stage."""
-        each = np.array([self.problem.resident_bytes[first] for first, _ in spans], np.int64)
+        """Bytes per microbatch in flight of each virtual stage, by the entries of InFlight."""
+        v, each = len(spans), np.zeros(len(self.in_flight[0][0]), np.int64)
+        each[:v] = [self.problem.resident_bytes[first] for first, _ in spans]
         for block in solved.blocks:
             group = groups[block.run]
             costs = self.problem.runs[group.run].layer
             at = costs.strategies.index(block.strategy)
-            each[group.virtual_stage] += block.count * costs.activation_bytes[at]
+            tables = costs.activation_bytes, costs.put_off_bytes
+            for k in range(group.virtual_stage, len(each), v):
+                each[k] += block.count * tables[k // v][at]
         return each
 
     def _built(
@@ -176,12 +189,16 @@ class VirtualStageSolver:
             group = groups[block.run]
             blocks[group.virtual_stage].append(replace(block, run=group.run))
         stages, transients = [], []
-        for n, (first, end), own in zip(in_flight, spans, blocks, strict=True):
+        for number, ((first, end), own) in enumerate(zip(spans, blocks, strict=True)):
+            n = self.of(in_flight, number)
             layers = [(self.problem.runs[b.run].layer, b.strategy, b.count) for b in own]
-            numbered = [(costs, costs.strategies.index(s), count) for costs, s, count in layers]
-            seconds, memory, transient = summed_costs(numbered, n)
-            memory += n * int(self.problem.resident_bytes[first])
-            stages.append(Stage(first, end, tuple(own), *seconds, n, memory))
+            numbered = [
+                (_with_in_flight(costs, n), costs.strategies.index(s), count)
+                for costs, s, count in layers
+            ]
+            seconds, memory, transient = summed_costs(numbered, 1)
+            memory += n[0] * int(self.problem.resident_bytes[first])
+            stages.append(Stage(first, end, tuple(own), *seconds, sum(n), memory))
             transients.append(transient)
         most = transients.index(max(transients))
         stages[most] = replace(
@@ -190,6 +207,6 @@ class VirtualStageSolver:
         return stages
 
 
-def _with_in_flight(costs: LayerCosts, num_microbatches: int) -> LayerCosts:
-    """`costs` with the activations of so many microbatches as those of one."""
-    return replace(costs, activation_bytes=num_microbatches * costs.activation_bytes)
+def _with_in_flight(costs: LayerCosts, in_flight: InFlight) -> LayerCosts:
+    """`costs` with what so many microbatches keep as that of one."""
+    return replace(costs, activation_bytes=costs.kept_bytes(in_flight).astype(np.int64))

@@ -35,7 +35,7 @@ from meshfold.passes.stages.moves import BoundaryRows, neighbours
 from meshfold.passes.stages.problem import StageProblem
 from meshfold.passes.stages.solved import stage_times
 from meshfold.passes.stages.virtual_stage_bounds import virtual_stage_bound_s
-from meshfold.passes.stages.virtual_stage_solver import VirtualStageSolver
+from meshfold.passes.stages.virtual_stage_solver import InFlight, VirtualStageSolver
 
 SHORTLIST_SIZE = 6
 """Neighbours of a division that are solved and simulated before it counts as the best around."""
@@ -55,7 +55,7 @@ class VirtualStageSearch:
         self.capped = False
         self.solver = VirtualStageSolver(problem, schedule)
         self._stages: tuple[Stage, ...] = ()
-        self._least: dict[int, FloatArray] = {}
+        self._least: dict[InFlight, FloatArray] = {}
         self._seen: set[tuple[int, ...]] = set()
         fastest = [float(run.layer.total_s.min()) for run in problem.runs]
         self._layer_s = np.repeat(fastest, [run.count for run in problem.runs])
@@ -149,25 +149,24 @@ class VirtualStageSearch:
         worst = np.full(len(boundaries), -np.inf)
         for device, moments in enumerate(self.solver.in_flight):
             need = np.full(len(boundaries), -float(self.problem.memory_bytes[device]))
-            for virtual_stage, n in enumerate(max(moments, key=lambda ns: (sum(ns), ns))):
-                stage = self.schedule.stages_of(device)[virtual_stage]
+            moment = max(moments, key=lambda ns: (sum(ns), ns))
+            for virtual_stage, stage in enumerate(self.schedule.stages_of(device)):
+                n = self.solver.of(moment, virtual_stage)
                 first, end = boundaries[:, stage], boundaries[:, stage + 1]
                 done = self._least_bytes(n, tuple(counts))
-                need += done[end] - done[first] + n * self.problem.resident_bytes[first]
+                need += done[end] - done[first] + n[0] * self.problem.resident_bytes[first]
             worst = np.maximum(worst, need)
         return worst
 
-    def _least_bytes(self, num_in_flight: int, counts: tuple[int, ...]) -> FloatArray:
+    def _least_bytes(self, in_flight: InFlight, counts: tuple[int, ...]) -> FloatArray:
         """Least bytes of the layers before each, with so many microbatches in flight."""
-        if num_in_flight not in self._least:
+        if in_flight not in self._least:
             least = [
-                float((x.layer.state_bytes + num_in_flight * x.layer.activation_bytes).min())
+                float((x.layer.state_bytes + x.layer.kept_bytes(in_flight)).min())
                 for x in self.problem.runs
             ]
-            self._least[num_in_flight] = np.concatenate(
-                ([0.0], np.cumsum(np.repeat(least, counts)))
-            )
-        return self._least[num_in_flight]
+            self._least[in_flight] = np.concatenate(([0.0], np.cumsum(np.repeat(least, counts))))
+        return self._least[in_flight]
 
     def _try(self, shortlist: Sequence[tuple[int, ...]]) -> bool:
         """Solves and simulates divisions that may be faster; whether one is the best so far."""

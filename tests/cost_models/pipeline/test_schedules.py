@@ -155,5 +155,37 @@ def test_resident_by_virtual_stage_counts_every_moment(p, v, groups):
             assert any(all(a >= b for a, b in zip(o, counts, strict=True)) for o in found)
 
 
+@pytest.mark.parametrize(
+    "kind, p, v",
+    [
+        (ScheduleKind.INTERLEAVED_ZERO_BUBBLE, 4, 2),
+        (ScheduleKind.INTERLEAVED_ZERO_BUBBLE, 3, 3),
+        (ScheduleKind.ZBV, 4, 2),
+        (ScheduleKind.DUALPIPEV, 4, 2),
+        (ScheduleKind.INTERLEAVED, 4, 2),
+    ],
+)
+@pytest.mark.parametrize("groups", [2, 9])
+def test_microbatches_behind_their_backward_are_counted_apart(kind, p, v, groups):
+    schedule = Schedule(kind, p, p * groups, num_virtual_stages=v)
+    together = resident_by_virtual_stage(schedule)
+    for device, order in enumerate(schedule.actions()):
+        counts, found = [0] * 2 * v, set()
+        for action in order:
+            at = schedule.stages_of(device).index(action.stage)
+            counts[at] += (action.kind is Pass.FORWARD) - (action.kind is Pass.BACKWARD)
+            if schedule.splits_backward:
+                counts[v + at] += (action.kind is Pass.BACKWARD) - (
+                    action.kind is Pass.WEIGHT_GRADIENT
+                )
+            found.add(tuple(counts))
+        apart = resident_by_virtual_stage(schedule, weights_apart=True)[device]
+        assert set(apart) <= found
+        for moment in found:
+            assert any(all(a >= b for a, b in zip(o, moment, strict=True)) for o in apart)
+        most = max(sum(n) for n in apart)
+        assert most == max(map(sum, together[device]))
+
+
 def test_pins_name_every_schedule():
     assert set(get_args(ScheduleName)) == {kind.value for kind in ScheduleKind}

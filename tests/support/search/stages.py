@@ -9,7 +9,7 @@ from meshfold.cost_models.pipeline.makespan import StageTimes, device_ends_s
 from meshfold.cost_models.pipeline.schedules import (
     Schedule,
     ScheduleKind,
-    resident_by_virtual_stage,
+    counted_in_flight,
 )
 from meshfold.passes.stages.answer import PipelinePlan
 from meshfold.passes.stages.problem import LayerCosts, LayerRun, StageProblem
@@ -31,8 +31,11 @@ def default_schedules(problem):
     return [s for s in offered_schedules(*sizes) if has_weights or not s.splits_backward]
 
 
-def layer_costs(name, draws, num_strategies=3, *, sync=False, transient=False, scale=1.0):
-    """A layer type whose fast strategies take more memory; `draws` is a numpy Generator."""
+def layer_costs(
+    name, draws, num_strategies=3, *, sync=False, transient=False, scale=1.0, put_off=False
+):
+    """A layer type whose fast strategies take more memory; `draws` is a numpy Generator. put_off:
+    as many bytes from B to W as are drawn, otherwise those of the activations."""
     n = num_strategies
     forward_s = np.sort(draws.integers(2, 12, n)) * scale
     backward_s = draws.integers(4, 24, n) * scale
@@ -46,6 +49,7 @@ def layer_costs(name, draws, num_strategies=3, *, sync=False, transient=False, s
         state_bytes=np.sort(draws.integers(1, 30, n))[::-1],
         activation_bytes=np.sort(draws.integers(0, 8, n))[::-1],
         transient_bytes=draws.integers(0, 12, n) if transient else 0,
+        put_off_bytes=draws.integers(0, 12) if put_off else None,
     )
 
 
@@ -54,7 +58,9 @@ def random_problem(seed):
     then."""
     draws = np.random.default_rng(seed)
     types = [
-        layer_costs(f"t{i}", draws, sync=seed % 5 == 0, transient=seed % 4 == 0)
+        layer_costs(
+            f"t{i}", draws, sync=seed % 5 == 0, transient=seed % 4 == 0, put_off=seed % 2 == 0
+        )
         for i in range(int(draws.integers(1, 4)))
     ]
     runs = tuple(LayerRun(layer, int(draws.integers(1, 5 - len(types)))) for layer in types)
@@ -113,7 +119,7 @@ def best_of_boundaries_s(problem, schedule, boundaries):
             problem, [boundaries[s : s + 2] for s in schedule.stages_of(i)], held, budget
         )
         for i, (held, budget) in enumerate(
-            zip(resident_by_virtual_stage(schedule), problem.memory_bytes, strict=True)
+            zip(counted_in_flight(schedule), problem.memory_bytes, strict=True)
         )
     ]
     hop_s = problem.hop_s[list(boundaries[1:-1])]
@@ -136,7 +142,7 @@ def best_of_boundaries_s(problem, schedule, boundaries):
 def _device_options(problem, spans, held, budget):
     """Per virtual stage (forward, backward, weight, sync) of every assignment that fits and no
     other beats in each pass: the makespan grows with each of them. held: of
-    resident_by_virtual_stage."""
+    counted_in_flight."""
     layers = [
         (virtual_stage, problem.runs[run].layer)
         for virtual_stage, (first, end) in enumerate(spans)
@@ -150,9 +156,11 @@ def _device_options(problem, spans, held, budget):
             for (virtual_stage, layer), s in zip(layers, choice, strict=True)
         ]
         memory = max(
-            sum(n * problem.resident_bytes[first] for n, (first, _) in zip(ns, spans, strict=True))
+            sum(n * problem.resident_bytes[first] for n, (first, _) in zip(ns, spans, strict=False))
             + sum(
-                c.state_bytes[s] + ns[virtual_stage] * c.activation_bytes[s]
+                c.state_bytes[s]
+                + ns[virtual_stage] * c.activation_bytes[s]
+                + sum(ns[len(spans) + virtual_stage :][:1]) * c.put_off_bytes[s]
                 for virtual_stage, c, s in picked
             )
             for ns in held
