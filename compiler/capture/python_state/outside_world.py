@@ -122,9 +122,11 @@ def spaces_of(model: nn.Module, *others: Any) -> list[Space]:
     found: dict[int, Space] = {}
     pending = list(others)
     for module in model.modules():
-        pending += [*type(module).__mro__, *vars(module).values()]
+        pending += [x for x in vars(module).values() if isinstance(x, FunctionType)]
         for base in type(module).__mro__:
-            pending += _closed_over(base)
+            # A library's base classes load files and generate, too, which is no part of a step.
+            if "forward" in vars(base) or not _is_installed(_space(base) or {}):
+                pending += [base, *_closed_over(base)]
     while pending:
         space = _space(pending.pop())
         if space is None or id(space) in found:
@@ -151,7 +153,7 @@ def _space(of: Any) -> Space | None:
 
 
 def _is_installed(space: Space) -> bool:
-    return "-packages" in str(space["__file__"])
+    return "-packages" in str(space.get("__file__"))
 
 
 def _closed_over(kind: type) -> Iterator[Any]:
