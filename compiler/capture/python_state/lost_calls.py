@@ -56,7 +56,7 @@ def refuse_call(
             op="torch.inference_mode",
             source=line(),
         )
-    if func in _MARKS and isinstance(args[0], nn.Parameter):
+    if func in GRADIENT_MARKS and isinstance(args[0], nn.Parameter):
         wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
         if wanted != args[0].requires_grad:
             raise CaptureError(
@@ -73,7 +73,8 @@ def refuse_call(
             )
 
 
-_MARKS = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+GRADIENT_MARKS = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+"""What sets requires_grad of a tensor."""
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
+from meshfold.capture.python_state.lost_calls import GRADIENT_MARKS
 from meshfold.capture.trace.functions import definition
 from meshfold.errors import CaptureError
 from meshfold.torch_compat.autograd_functions import is_of_op
@@ -173,7 +174,6 @@ def _detached(graph: fx.Graph, value: fx.Node, after: fx.Node) -> fx.Node:
 
 
 _PLACE_OF_CREATE_GRAPH = 4
-_MARKS = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 
 
 _OTHER_GRADIENTS = "write it by formula, with torch.func.jvp, or outside of the model"
@@ -196,7 +196,7 @@ class InnerGradients:
         line: Callable[[], str],
     ) -> Any:
         """The result of a call, without a gradient where torch gives it none."""
-        if func in _MARKS and not isinstance(args[0], nn.Parameter):
+        if func in GRADIENT_MARKS and not isinstance(args[0], nn.Parameter):
             self._leaves.append(args[0])
         if func is not torch.autograd.grad:
             return result
