@@ -134,6 +134,8 @@ def compare_on_this_rank(plan: Plan, captured: Captured, built: BuiltModel) -> _
         example_inputs=_double(built.example_inputs),
         loss_fn=wide_loss(built.loss_fn),
     )
+    # A factory that ran its model leaves gradients, which the compiled model does not begin with.
+    built.model.zero_grad()
     _take_from_first_rank(built)
     output = captured.graph.outputs[0].name
     compiled = _bound(plan, built, captured)

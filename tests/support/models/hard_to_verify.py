@@ -39,6 +39,13 @@ def encoder() -> Built:
     return Encoder(), _rows(4, 4)
 
 
+def after_a_backward() -> Built:
+    """A model that already has gradients: its factory ran it."""
+    model, batch = encoder()
+    model(**batch).loss.backward()
+    return model, batch
+
+
 class ZeroGradients(nn.Module):
     """The gradient of `cancelled` is zero but for rounding; that of `tiny` is as small, and is
     none."""
