@@ -24,7 +24,6 @@ from typing import Any
 
 import click
 import torch
-from zoo import torchvision_ops
 from zoo.all_models import MODELS, PACKAGES
 from zoo.entry import Entry, make
 from zoo.forked import ChildError, in_child, on_ranks
@@ -268,7 +267,6 @@ def main(
 
 def _import(packages: set[str]) -> None:
     """Once here, so that no child has to."""
-    assert torchvision_ops is not None
     for package in sorted(packages - {"torch"}):
         importlib.import_module(package)
 

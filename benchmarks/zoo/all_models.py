@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from zoo import diffusion, graphs, plain, plain_more, sequence, vision
+from zoo import diffusion, graphs, plain, plain_more, sequence, timm_models, vision
 from zoo.entry import Built, Entry
 
 PACKAGES = {
@@ -61,7 +61,7 @@ MODELS = (
         graphs.GEOMETRIC,
         graphs.PEFT,
         sequence.X_TRANSFORMERS,
-        vision.TIMM,
+        timm_models.TIMM,
         vision.TORCHVISION,
         vision.VIT_PYTORCH,
         vision.SEGMENTATION,

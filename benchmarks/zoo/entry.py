@@ -1,5 +1,6 @@
 """What every model of the zoo is: a library, a name, and what builds the model and its batch."""
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,11 @@ class Entry:
     library: str
     name: str
     build: Callable[[], Built]
+
+
+def of(library: str, name: str, module: str, build: Callable[[Any], Built]) -> Entry:
+    """build: of the imported module."""
+    return Entry(library, name, lambda: build(importlib.import_module(module)))
 
 
 def make(entry: Entry) -> Built:

@@ -1,100 +1,31 @@
-"""Models of timm, torchvision, vit-pytorch, segmentation-models-pytorch and kornia."""
+"""Models of torchvision, vit-pytorch, segmentation-models-pytorch and kornia."""
 
-import importlib
-from collections.abc import Callable
+import importlib.util
 from typing import Any
 
 import torch
 
-from zoo.entry import CLASSES, Built, Entry, fits, images, segments
+from zoo.entry import CLASSES, Built, Entry, fits, images, of, segments
 
-
-def _timm(name: str, pixels: int = 32, **fields: Any) -> Entry:
-    def build() -> Built:
-        timm = importlib.import_module("timm")
-        return images(timm.create_model(name, num_classes=CLASSES, **fields), pixels)
-
-    return Entry("timm", name, build)
-
-
-def _of(library: str, name: str, module: str, build: Callable[[Any], Built]) -> Entry:
-    """build: of the imported module."""
-    return Entry(library, name, lambda: build(importlib.import_module(module)))
-
-
-_VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4}
-_STAGES = {"depths": (1, 1, 1, 1), "dims": (8, 16, 24, 32)}
-TIMM = (
-    _timm("vit_tiny_patch16_224", **_VIT),
-    _timm("vit_small_patch16_224", **_VIT, drop_path_rate=0.2, qk_norm=True, init_values=0.1),
-    _timm("deit_tiny_distilled_patch16_224", **_VIT),
-    _timm("beit_base_patch16_224", **_VIT),
-    _timm("cait_xxs24_224", **_VIT),
-    _timm("xcit_nano_12_p8_224", **_VIT),
-    _timm("eva02_tiny_patch14_224", **{**_VIT, "num_heads": 2}),
-    _timm("mixer_s16_224", img_size=32, patch_size=8, embed_dim=32, num_blocks=2),
-    _timm("resmlp_12_224", img_size=32, patch_size=8, embed_dim=32, num_blocks=2),
-    _timm("gmlp_ti16_224", img_size=32, patch_size=8, embed_dim=32, num_blocks=2),
-    _timm(
-        "swin_tiny_patch4_window7_224",
-        img_size=32,
-        window_size=4,
-        embed_dim=16,
-        depths=(2, 2),
-        num_heads=(2, 4),
-    ),
-    _timm(
-        "swinv2_tiny_window8_256",
-        img_size=32,
-        window_size=4,
-        embed_dim=16,
-        depths=(2, 2),
-        num_heads=(2, 4),
-    ),
-    _timm("convnext_atto", **_STAGES),
-    _timm("convnextv2_atto", **_STAGES, drop_path_rate=0.1),
-    _timm("resnet18", channels=(8, 16, 24, 32), stem_width=8),
-    _timm("resnet26d", layers=(1, 1, 1, 1), channels=(8, 16, 24, 32)),
-    _timm("seresnet50", layers=(1, 1, 1, 1), channels=(8, 16, 24, 32)),
-    _timm("regnetx_002"),
-    _timm("mobilenetv3_small_050"),
-    _timm("efficientnet_lite0", channel_multiplier=0.25, depth_multiplier=0.3, drop_path_rate=0.1),
-    _timm("ghostnet_050"),
-    _timm("mnasnet_small"),
-    _timm("poolformer_s12", layers=(1, 1, 1, 1), embed_dims=(8, 16, 24, 32)),
-    _timm("caformer_s18", depths=(1, 1, 1, 1), dims=(8, 16, 24, 32)),
-    _timm("pvt_v2_b0", depths=(1, 1, 1, 1), embed_dims=(8, 16, 24, 32), num_heads=(1, 2, 3, 4)),
-    _timm(
-        "twins_svt_small", depths=(1, 1, 1, 1), embed_dims=(16, 16, 32, 32), num_heads=(2, 2, 2, 2)
-    ),
-    _timm("edgenext_xx_small", depths=(1, 1, 1, 1), dims=(8, 16, 24, 32), heads=(2, 2, 2, 2)),
-    _timm("davit_tiny", depths=(1, 1), embed_dims=(16, 32), num_heads=(2, 4), window_size=4),
-    _timm("focalnet_tiny_srf", depths=(1, 1, 1, 1), embed_dim=8),
-    _timm("inception_next_atto", depths=(1, 1, 1, 1), dims=(8, 16, 24, 32)),
-    _timm(
-        "sequencer2d_s", layers=(1, 1, 1, 1), embed_dims=(16, 16, 16, 16), hidden_sizes=(4, 4, 4, 4)
-    ),
-    _timm("starnet_s1", base_dim=8, depths=(1, 1, 1, 1)),
-    _timm("convmixer_768_32", dim=16, depth=2, patch_size=4),
-    _timm("efficientformerv2_s0"),
-    _timm("mobileone_s0"),
-    _timm(
-        "coat_lite_tiny",
-        img_size=32,
-        embed_dims=(8, 16, 24, 32),
-        serial_depths=(1, 1, 1, 1),
-        num_heads=4,
-    ),
-    _timm(
-        "tiny_vit_5m_224",
-        img_size=32,
-        embed_dims=(16, 16, 32, 32),
-        depths=(1, 1, 1, 1),
-        num_heads=(1, 2, 2, 2),
-        window_sizes=(4, 4, 2, 1),
-    ),
+# What torchvision asks for while it is imported. Where its compiled ops are of another release of
+# torch they are not there, although its models are plain Python.
+_SCHEMAS = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
 
+
+def _defined() -> torch.library.Library | None:
+    """The library with them, which lives as long as it is held; None without torchvision."""
+    if importlib.util.find_spec("torchvision") is None:
+        return None
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for schema in _SCHEMAS:
+        library.define(schema)
+    return library
+
+
+_LIBRARY = _defined()
 _TV = "torchvision.models"
 
 
@@ -104,26 +35,26 @@ def _resnet(tv: Any, block: str, layers: list[int], **fields: Any) -> Built:
 
 
 TORCHVISION = (
-    _of("torchvision", "resnet10", _TV, lambda m: _resnet(m, "BasicBlock", [1, 1, 1, 1])),
-    _of(
+    of("torchvision", "resnet10", _TV, lambda m: _resnet(m, "BasicBlock", [1, 1, 1, 1])),
+    of(
         "torchvision",
         "resnext14",
         _TV,
         lambda m: _resnet(m, "Bottleneck", [1, 1, 1, 1], groups=4, width_per_group=4),
     ),
-    _of(
+    of(
         "torchvision",
         "vit",
         _TV,
         lambda m: images(m.VisionTransformer(32, 8, 2, 4, 32, 64, num_classes=CLASSES)),
     ),
-    _of(
+    of(
         "torchvision",
         "vit_with_dropout",
         _TV,
         lambda m: images(m.VisionTransformer(32, 8, 2, 4, 32, 64, 0.1, 0.1, num_classes=CLASSES)),
     ),
-    _of(
+    of(
         "torchvision",
         "swin",
         _TV,
@@ -131,7 +62,7 @@ TORCHVISION = (
             m.SwinTransformer([4, 4], 16, [2, 2], [2, 4], [4, 4], num_classes=CLASSES)
         ),
     ),
-    _of(
+    of(
         "torchvision",
         "swin_v2",
         _TV,
@@ -148,7 +79,7 @@ TORCHVISION = (
             )
         ),
     ),
-    _of(
+    of(
         "torchvision",
         "convnext",
         _TV,
@@ -160,45 +91,45 @@ TORCHVISION = (
             )
         ),
     ),
-    _of(
+    of(
         "torchvision",
         "densenet",
         _TV,
         lambda m: images(m.DenseNet(4, (2, 2), 8, num_classes=CLASSES)),
     ),
-    _of(
+    of(
         "torchvision",
         "mobilenet_v2",
         _TV,
         lambda m: images(m.MobileNetV2(CLASSES, width_mult=0.25)),
     ),
-    _of(
+    of(
         "torchvision",
         "mobilenet_v3_small",
         _TV,
         lambda m: images(m.mobilenet_v3_small(num_classes=CLASSES, width_mult=0.25)),
     ),
-    _of(
+    of(
         "torchvision",
         "shufflenet_v2",
         _TV,
         lambda m: images(m.ShuffleNetV2([2, 2, 2], [8, 16, 24, 32, 64], num_classes=CLASSES)),
     ),
-    _of("torchvision", "mnasnet", _TV, lambda m: images(m.MNASNet(0.35, num_classes=CLASSES))),
-    _of(
+    of("torchvision", "mnasnet", _TV, lambda m: images(m.MNASNet(0.35, num_classes=CLASSES))),
+    of(
         "torchvision",
         "squeezenet",
         _TV,
         lambda m: images(m.squeezenet1_1(num_classes=CLASSES), 64),
     ),
-    _of(
+    of(
         "torchvision",
         "maxvit",
         _TV,
         lambda m: images(m.MaxVit((32, 32), 8, 4, [8, 16], [1, 1], 4, 0.1, num_classes=CLASSES)),
     ),
-    _of("torchvision", "video_r3d", f"{_TV}.video.resnet", lambda m: _video(m)),
-    _of(
+    of("torchvision", "video_r3d", f"{_TV}.video.resnet", lambda m: _video(m)),
+    of(
         "torchvision",
         "lraspp",
         f"{_TV}.segmentation",
@@ -368,23 +299,23 @@ def _smp(name: str) -> Entry:
 SEGMENTATION = tuple(map(_smp, ("Unet", "FPN", "Linknet", "PSPNet", "DeepLabV3", "UnetPlusPlus")))
 
 KORNIA = (
-    _of(
+    of(
         "kornia",
         "hardnet",
         "kornia.feature",
         lambda m: fits(m.HardNet(pretrained=False), torch.randn(4, 1, 32, 32), 4, 128),
     ),
-    _of(
+    of(
         "kornia",
         "sosnet",
         "kornia.feature",
         lambda m: fits(m.SOSNet(pretrained=False), torch.randn(4, 1, 32, 32), 4, 128),
     ),
-    _of(
+    of(
         "kornia",
         "tfeat",
         "kornia.feature",
         lambda m: fits(m.TFeat(pretrained=False), torch.randn(4, 1, 32, 32), 4, 128),
     ),
 )
-MODELS = (*TIMM, *TORCHVISION, *VIT_PYTORCH, *SEGMENTATION, *KORNIA)
+MODELS = (*TORCHVISION, *VIT_PYTORCH, *SEGMENTATION, *KORNIA)
