@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from meshfold.api import bind
 from meshfold.capture.pipeline import Captured
+from meshfold.capture.trace.hugging_face import run_experts_as
 from meshfold.capture.trace.loss_function import call_model
 from meshfold.capture.trace.returned import named_total
 from meshfold.distributed.local_processes import Report, run_local
@@ -332,21 +333,13 @@ def _wide(value: Tensor) -> Tensor:
 
 def _eager_step(built: BuiltModel, output: str, scale: float = 1.0) -> Tensor:
     """Forward and backward of the model itself; gradients, times `scale`, are left in `.grad`."""
-    _loop_over_experts(built.model)
+    # What Hugging Face runs experts with by itself, grouped_mm, has no float64 kernel; a loop over
+    # them means the same.
+    run_experts_as(built.model, "eager")
     with float64_everywhere(), without_dropout(), python_state_kept(built.model):
         value = named_total(output, call_model(built.model, built.example_inputs, built.loss_fn))
         torch.autograd.backward(value.sum() * scale)
     return value.detach()
-
-
-def _loop_over_experts(model: Any) -> None:
-    """What Hugging Face runs experts with by itself, grouped_mm, has no float64 kernel; a loop over
-    them means the same."""
-    if (
-        hasattr(model, "_can_set_experts_implementation")
-        and model._can_set_experts_implementation()
-    ):
-        model.config._experts_implementation = "eager"
 
 
 def _zeros_for_none(model: nn.Module, compiled: nn.Module) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from meshfold.capture.expert_loops.forms import without_loops
 from meshfold.capture.known_values.fixed_inputs import fixed_inputs
 from meshfold.capture.trace.functions import FunctionCalls
+from meshfold.capture.trace.hugging_face import hugging_face_models, run_experts_as
 from meshfold.capture.trace.loss_function import LossFunction, call_model
 from meshfold.capture.trace.mixed_precision import MASTER_DTYPE, narrow_dtype, parameter_casts
 from meshfold.errors import CaptureError, OptionError
@@ -116,18 +117,17 @@ def fake_copy(model: nn.Module, precision: Precision = "model") -> FakeCopy:
 def _settle(fake: Any) -> tuple[str, ...]:
     """Set the copy, and its own Hugging Face configuration, to variants that a graph can hold."""
     notes = [*without_loops(fake)]
-    if not hasattr(fake, "config"):
-        return tuple(notes)
-    config = fake.config
-    if hasattr(config, "use_cache") and config.use_cache:
+    # The model's own too: code of a model that is no part of Hugging Face asks it in the same way.
+    models = {id(model): model for model in (fake, *hugging_face_models(fake))}
+    configs = [model.config for model in models.values() if hasattr(model, "config")]
+    cached = [config for config in configs if getattr(config, "use_cache", False)]
+    for config in cached:
         config.use_cache = False
+    if cached:
         notes.append("use_cache is off in the graph: a training step keeps no key/value cache")
     # The other ways to run experts have shapes that depend on values, or kernels for some dtypes.
-    if hasattr(fake, "_can_set_experts_implementation") and fake._can_set_experts_implementation():
-        chosen = config._experts_implementation
-        if chosen != "batched_mm":
-            config._experts_implementation = "batched_mm"
-            notes.append(f"experts are captured as batched_mm; the model's own choice is {chosen}")
+    for chosen in run_experts_as(fake, "batched_mm"):
+        notes.append(f"experts are captured as batched_mm; the model's own choice is {chosen}")
     return tuple(notes)
 
 

@@ -24,6 +24,7 @@ from meshfold.validation.float64_mode import float64_everywhere
 from meshfold.validation.verify import _eager_step, _report, verify
 
 MODEL = "support.models.factories:regression"
+HARD_TO_COMPARE = ("encoder", "after_a_backward", "wrapped_experts", "odd_names", "frozen_half")
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +171,7 @@ def test_the_loss_of_an_output_of_any_class_is_found() -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["encoder", "after_a_backward", "odd_names", "frozen_half"])
+@pytest.mark.parametrize("name", HARD_TO_COMPARE)
 def test_right_programs_of_models_that_are_hard_to_compare_pass(pools: Pools, name: str) -> None:
     model, inputs = getattr(hard_to_verify, name)()
     options = CompileOptions(pins={"tp": 2}, mode="scheduled")

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from support.models.hugging_face import tiny_model
+
 WIDTH = 16
 Built = tuple[nn.Module, dict[str, Tensor]]
 
@@ -44,6 +46,26 @@ def after_a_backward() -> Built:
     model, batch = encoder()
     model(**batch).loss.backward()
     return model, batch
+
+
+class Trainer(nn.Module):
+    """A wrapper that gives the loss alone, and whose own configuration is of another kind."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.network = nn.ModuleDict({"inner": model})
+        self.config = {"learning_rate": 1e-3}
+
+    def forward(self, **batch: Tensor) -> Tensor:
+        loss: Tensor = self.network["inner"](**batch).loss
+        return loss
+
+
+def wrapped_experts() -> Built:
+    """Their own choice of how experts run has no float64 kernel."""
+    model, batch = tiny_model("mixtral")
+    model.config._experts_implementation = "grouped_mm"
+    return Trainer(model), batch
 
 
 class ZeroGradients(nn.Module):

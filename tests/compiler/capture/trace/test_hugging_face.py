@@ -1,0 +1,37 @@
+"""Models of Hugging Face inside other modules are set as they are alone."""
+
+import pytest
+from support.models.hard_to_verify import Trainer
+from support.models.hugging_face import tiny_model
+from torch import nn
+
+from meshfold.capture.pipeline import capture
+from meshfold.capture.trace.hugging_face import hugging_face_models, run_experts_as
+
+
+def test_the_outermost_models_are_found() -> None:
+    model, _ = tiny_model("mixtral")
+    assert list(hugging_face_models(model)) == [model]
+    assert list(hugging_face_models(Trainer(model))) == [model]
+    assert list(hugging_face_models(nn.Linear(2, 2))) == []
+
+
+@pytest.mark.parametrize("chosen", ["eager", "grouped_mm"])
+def test_experts_of_a_wrapped_model_are_captured(chosen: str) -> None:
+    """The loop over experts was refused: only the configuration of the model itself was set."""
+    model, batch = tiny_model("mixtral")
+    model.config._experts_implementation = chosen
+    model.config.use_cache = True
+    alone, wrapped = capture(model, batch), capture(Trainer(model), batch)
+    assert wrapped.graph.notes == alone.graph.notes
+    assert wrapped.graph.num_ops == alone.graph.num_ops
+    assert model.config._experts_implementation == chosen and model.config.use_cache
+
+
+def test_what_experts_ran_as_before_is_told_once() -> None:
+    model, _ = tiny_model("mixtral")
+    model.config._experts_implementation = "grouped_mm"
+    both = nn.ModuleList([model, tiny_model("mixtral")[0], tiny_model("llama")[0]])
+    assert "grouped_mm" in run_experts_as(both, "eager")
+    assert model.config._experts_implementation == "eager"
+    assert run_experts_as(both, "eager") == ()
