@@ -45,6 +45,13 @@ def _tiny_vit(m: Any) -> nn.Module:
 
 _VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4}
 _STAGES = {"depths": (1, 1, 1, 1), "dims": (8, 16, 24, 32)}
+_SWIN: dict[str, Any] = {
+    "img_size": 32,
+    "window_size": 4,
+    "embed_dim": 16,
+    "depths": (2, 2),
+    "num_heads": (2, 4),
+}
 TIMM = (
     _timm("vit_tiny_patch16_224", **_VIT),
     _timm("vit_small_patch16_224", **_VIT, drop_path_rate=0.2, qk_norm=True, init_values=0.1),
@@ -59,22 +66,8 @@ TIMM = (
         "gmlp",
         lambda m: {"mlp_ratio": 6, "block_layer": m.SpatialGatingBlock, "mlp_layer": m.GatedMlp},
     ),
-    _timm(
-        "swin_tiny_patch4_window7_224",
-        img_size=32,
-        window_size=4,
-        embed_dim=16,
-        depths=(2, 2),
-        num_heads=(2, 4),
-    ),
-    _timm(
-        "swinv2_tiny_window8_256",
-        img_size=32,
-        window_size=4,
-        embed_dim=16,
-        depths=(2, 2),
-        num_heads=(2, 4),
-    ),
+    _timm("swin_tiny_patch4_window7_224", **_SWIN),
+    _timm("swinv2_tiny_window8_256", **_SWIN),
     _timm("convnext_atto", **_STAGES),
     _timm("convnextv2_atto", **_STAGES, drop_path_rate=0.1),
     _timm("resnet18", channels=(8, 16, 24, 32), stem_width=8),
@@ -90,7 +83,7 @@ TIMM = (
     _timm("ghostnet_050"),
     _timm("mnasnet_small"),
     _of_timm("poolformer", "metaformer", lambda m: m.MetaFormer(**_STAGES, num_classes=CLASSES)),
-    _of_timm("caformer", "metaformer", lambda m: _caformer(m)),
+    _of_timm("caformer", "metaformer", _caformer),
     _timm("pvt_v2_b0", depths=(1, 1, 1, 1), embed_dims=(8, 16, 24, 32), num_heads=(1, 2, 3, 4)),
     _timm(
         "twins_svt_small", depths=(1, 1, 1, 1), embed_dims=(16, 16, 32, 32), num_heads=(2, 2, 2, 2)
@@ -121,5 +114,5 @@ TIMM = (
         serial_depths=(1, 1, 1, 1),
         num_heads=4,
     ),
-    _of_timm("tiny_vit", "tiny_vit", lambda m: _tiny_vit(m), pixels=64),
+    _of_timm("tiny_vit", "tiny_vit", _tiny_vit, pixels=64),
 )

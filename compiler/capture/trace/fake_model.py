@@ -115,11 +115,10 @@ def fake_copy(model: nn.Module, precision: Precision = "model") -> FakeCopy:
 
 
 def _settle(fake: Any) -> tuple[str, ...]:
-    """Set the copy, and its own Hugging Face configuration, to variants that a graph can hold."""
+    """Set the copy, and configurations of Hugging Face models in it, to what a graph can hold."""
     notes = [*without_loops(fake)]
     # The model's own too: code of a model that is no part of Hugging Face asks it in the same way.
-    models = {id(model): model for model in (fake, *hugging_face_models(fake))}
-    configs = [model.config for model in models.values() if hasattr(model, "config")]
+    configs: list[Any] = [getattr(m, "config", None) for m in (fake, *hugging_face_models(fake))]
     cached = [config for config in configs if getattr(config, "use_cache", False)]
     for config in cached:
         config.use_cache = False
