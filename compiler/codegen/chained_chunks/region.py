@@ -51,9 +51,9 @@ def chunked_schedule(
     is. A chained region has the segments with which the chain is faster; others are listed."""
     split = split_slots(region.ops, region.typing)
     joined = joined_outputs(region.ops, region.typing)
-    values = (*split.values(), *joined.values())
     seconds = tuple(time.forward_s for time in costs.op_times)
-    limits = SegmentLimits(tuple(value.ops for value in values), seconds)
+    taken_apart, put_together = (tuple(v.ops for v in of.values()) for of in (split, joined))
+    limits = SegmentLimits(taken_apart, put_together, seconds)
 
     def segments_of(graph: SegmentedGraph) -> "_BoundarySegments":
         return _BoundarySegments(

@@ -34,8 +34,10 @@ from meshfold.zero.graph_ops import replicate_group, start_ahead, wait_group
 class SegmentLimits:
     """Where segments end that could go on."""
 
-    alone: tuple[frozenset[int], ...] = ()
-    """Sets of ops that are a segment each."""
+    splits: tuple[frozenset[int], ...] = ()
+    """Sets of ops that take a value apart: a segment each."""
+    joins: tuple[frozenset[int], ...] = ()
+    """Sets of ops that join one: a segment each."""
     seconds: tuple[float, ...] = ()
     """Seconds of every op, forward."""
     shortest_s: float = math.inf
@@ -112,18 +114,24 @@ def _grouped(nodes: Sequence[fx.Node], limits: SegmentLimits) -> list[list[fx.No
     """The nodes of each segment, segments in an order in which they can run: of those that can, the
     one whose first node comes first."""
     bits = {n: 1 << k for k, n in enumerate(n for n in nodes if _kind(n) != "ops")}
+    # A segment that takes a value apart or joins one ends others as a collective does: what a split
+    # reads is not with what reads the chunks, though no collective need be between them.
+    split = {k: 1 << len(bits) + i for i, ops in enumerate(limits.splits) for k in ops}
+    shift = len(bits) + len(limits.splits)
+    join = {k: 1 << shift + i for i, ops in enumerate(limits.joins) for k in ops}
+    shift += len(limits.joins)
     before = {
-        user: 1 << len(bits) + _group_of(opened)
+        user: 1 << shift + _group_of(opened)
         for opened in (nodes[0].graph.nodes if nodes else ())
         if opened.target in (wait_group, replicate_group)
         for user in opened.users
     }
     for n in nodes:
-        own = bits[n] if n.target in WAITS else 0
+        own = bits[n] if n.target in WAITS else join.get(_origin(n), 0)
         before[n] = reduce(or_, (before.get(m, 0) for m in n.all_input_nodes), own)
     behind: dict[fx.Node, int] = {}
     for n in reversed(nodes):
-        own = bits[n] if n.target in STARTS else 0
+        own = bits[n] if n.target in STARTS else split.get(_origin(n), 0)
         behind[n] = reduce(or_, (behind.get(m, 0) for m in n.users), own)
     groups: dict[tuple[int, int, int], list[fx.Node]] = {}
     keys: dict[fx.Node, tuple[int, int, int]] = {}
@@ -132,10 +140,9 @@ def _grouped(nodes: Sequence[fx.Node], limits: SegmentLimits) -> list[list[fx.No
         source = n.args[0] if n.target is operator.getitem else None
         own_key = before[n], behind[n], bits.get(n, 0)
         keys[n] = keys.get(source, own_key) if isinstance(source, fx.Node) else own_key
-        # What takes a value apart needs no other segment, and none needs what joins one.
-        keys[n] = next(
-            ((-1, -1, k) for k, ops in enumerate(limits.alone) if _origin(n) in ops), keys[n]
-        )
+        alone = split.get(_origin(n), 0) | join.get(_origin(n), 0)
+        if alone:
+            keys[n] = -1, -1, alone
         groups.setdefault(keys[n], []).append(n)
     unlimited = SegmentLimits()
     segments = ((group, unlimited if key[0] < 0 else limits) for key, group in groups.items())

@@ -110,7 +110,7 @@ def test_a_layer_has_no_two_segments_that_could_be_one() -> None:
 
 def test_fused_segments_have_the_nodes_of_all() -> None:
     graph = emitted("llama", "tp+sp", parts=2).regions[1].graph.graph
-    cuts = SegmentLimits((), (1.0,) * 1000, 1.0)
+    cuts = SegmentLimits(seconds=(1.0,) * 1000, shortest_s=1.0)
     short = segmented_graph(graph, cuts)
     pairs = pairwise(enumerate(short.segments))
     run = next(

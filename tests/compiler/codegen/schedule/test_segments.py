@@ -1,13 +1,16 @@
 """Regions in segments: every node in one of them, in an order in which they can run."""
 
+import operator
 from collections import Counter
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.programs.schedules import emitted, matrix
 from torch import fx
 
-from meshfold.codegen.program.emitted import RegionProgram
+from meshfold.codegen.program.emitted import ORIGIN, RegionProgram
 from meshfold.codegen.program.region_schedule import ActionKind, RegionSchedule
 from meshfold.codegen.schedule.segments import SegmentLimits, segmented_graph
 from meshfold.ops.conversions import STARTS, WAITS
@@ -110,7 +113,7 @@ def test_segments_of_chained_regions_are_short_and_boundaries_are_segments_of_th
     region = emitted("llama", "tp+sp", parts=2).regions[1]
     whole = segmented_graph(region.graph.graph)
     seconds = tuple(1.0 for _ in region.ops.ops)
-    shorter = segmented_graph(region.graph.graph, SegmentLimits((), seconds, 3.0))
+    shorter = segmented_graph(region.graph.graph, SegmentLimits(seconds=seconds, shortest_s=3.0))
     sizes = [len(p.origins) for p in shorter.segments if p.kind == "ops"]
     assert max(len(p.origins) for p in whole.segments if p.kind == "ops") > 6
     assert len(sizes) > len([p for p in whole.segments if p.kind == "ops"])
@@ -119,3 +122,47 @@ def test_segments_of_chained_regions_are_short_and_boundaries_are_segments_of_th
     ]
     half = len(nodes) - len(sizes)
     assert sum(nodes[:half], Counter()) == sum(nodes[half:], Counter())
+
+
+Draw = list[tuple[int, int]]
+
+
+def drawn_graph(reads: Draw) -> fx.Graph:
+    """A graph of a placeholder and additions, each of two values before it."""
+    graph = fx.Graph()
+    values = [graph.placeholder("value_0")]
+    for k, (a, b) in enumerate(reads):
+        node = graph.call_function(operator.add, (values[a % len(values)], values[b % len(values)]))
+        node.meta[ORIGIN] = k
+        values.append(node)
+    graph.output((values[-1],))
+    return graph
+
+
+@given(
+    reads=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 11)), min_size=1, max_size=12),
+    splits=st.sets(st.integers(0, 11), max_size=4),
+    joins=st.sets(st.integers(0, 11), max_size=4),
+    shortest_s=st.sampled_from([1.0, 3.0, 100.0]),
+)
+def test_any_op_can_be_a_segment_of_its_own(
+    reads: Draw, splits: set[int], joins: set[int], shortest_s: float
+) -> None:
+    """What a split reads was in one segment with what reads the chunks, where no collective stood
+    between them: neither could come first."""
+    joins -= splits
+    limits = SegmentLimits(
+        tuple(frozenset({k}) for k in splits),
+        tuple(frozenset({k}) for k in joins),
+        (1.0,) * len(reads),
+        shortest_s,
+    )
+    segments = segmented_graph(drawn_graph(reads), limits).segments
+    known = {"context", "value_0"}
+    for segment in segments:
+        assert known.issuperset(segment.inputs)
+        known |= set(segment.outputs)
+    found = [segment.origins for segment in segments if segment.kind == "ops"]
+    assert sorted(k for origins in found for k in origins) == list(range(len(reads)))
+    for k in (splits | joins).intersection(range(len(reads))):
+        assert (k,) in found
