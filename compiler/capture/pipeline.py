@@ -25,13 +25,9 @@ from meshfold.capture.dedup.tracer import CallPlan, CallTracer, plan_calls, stri
 from meshfold.capture.known_values.fixed_inputs import fixed_note, graph_structure
 from meshfold.capture.known_values.known_tensors import KnownTensors
 from meshfold.capture.known_values.refusals import refused_branch
+from meshfold.capture.next_call import call_with_caches, refuse_other_next_call
 from meshfold.capture.python_state.buffers import refuse_remade
-from meshfold.capture.python_state.held_state import (
-    Changes,
-    Kept,
-    refuse_changing_state,
-    refuse_kept_tensors,
-)
+from meshfold.capture.python_state.held_state import Changes, Kept
 from meshfold.capture.python_state.lost_calls import refuse_gradient_hooks
 from meshfold.capture.python_state.outside_world import refuse_questions, spaces_of
 from meshfold.capture.python_state.snapshots import Snapshot, shared_state
@@ -43,6 +39,7 @@ from meshfold.capture.rewrites.expert_linear import join_experts
 from meshfold.capture.rewrites.gated_products import with_gated_products
 from meshfold.capture.rewrites.gelu_formulas import with_gelus
 from meshfold.capture.rewrites.grouped_queries import with_grouped_queries
+from meshfold.capture.rewrites.lasting_values import with_lasting_values
 from meshfold.capture.rewrites.masked_scatter import share_scatters
 from meshfold.capture.rewrites.narrow_logits import with_narrow_logits
 from meshfold.capture.rewrites.ordered_indices import plain_indices
@@ -68,6 +65,7 @@ from meshfold.capture.trace.module_names import refuse_lazy, refuse_names
 from meshfold.capture.trace.raw_program import RawProgram, number
 from meshfold.capture.trace.returned import NOTHING
 from meshfold.capture.trace.structures import Node
+from meshfold.capture.trace.traced_call import FIRST_CALL, TracedCall
 from meshfold.errors import CaptureError, OptionError
 from meshfold.gc_pause import collector_paused
 from meshfold.ir.custom_ops import CustomRule
@@ -154,7 +152,7 @@ def capture(
             plain_checkpoints() as checkpoints,
             dense_flex_attention(),
         ):
-            captured = _capture_graph_too(model, example_inputs, full_capture, wanted)
+            captured = _capture_graph_too(model, example_inputs, full_capture, wanted, shared)
         return _with_checkpoints(captured, checkpoints)
     finally:
         # What forward keeps there are fake tensors and hooks of the fake copy.
@@ -170,18 +168,22 @@ def _with_checkpoints(captured: Captured, calls: CheckpointedCalls) -> Captured:
 
 
 def _capture_graph_too(
-    model: nn.Module, example_inputs: Mapping[str, Any], full_capture: bool, wanted: Wanted
+    model: nn.Module,
+    example_inputs: Mapping[str, Any],
+    full_capture: bool,
+    wanted: Wanted,
+    shared: Snapshot,
 ) -> Captured:
     """The capture; with the structure of a graph fixed where there is none otherwise."""
     try:
-        return _capture(model, example_inputs, full_capture, wanted)
+        return _capture(model, example_inputs, full_capture, wanted, shared)
     except CaptureError:
         structure = graph_structure(example_inputs, wanted.fixed)
         if not structure:
             raise
         fixed = replace(wanted, fixed=(*wanted.fixed, *structure))
         with contextlib.suppress(CaptureError, OptionError):
-            return _capture(model, example_inputs, full_capture, fixed)
+            return _capture(model, example_inputs, full_capture, fixed, shared)
         raise
 
 
@@ -190,45 +192,50 @@ def _capture(
     example_inputs: Mapping[str, Any],
     full_capture: bool,
     wanted: Wanted,
+    shared: Snapshot,
 ) -> Captured:
+    """shared: what forward can change besides the model, before it is called."""
     refuse_gradient_hooks(model)
     refuse_names(model)
     precision = wanted.precision
     names = model_names(model, precision)
     functions = FunctionCalls(wanted.rules)
 
-    def traced(
-        has_calls: bool,
-        note: str = "",
-        prepare: Callable[[nn.Module], None] = lambda _: None,
-        skips: bool = False,
-        num_calls: int = 1,
-    ) -> _Trace:
+    def traced(has_calls: bool, note: str = "", call: TracedCall = FIRST_CALL) -> _Trace:
         fake = fake_copy(model, precision)
-        prepare(fake.module)
+        call.prepare(fake.module)
         inputs = flatten_inputs(example_inputs, fake.mode, precision, wanted.loss_fn, wanted.fixed)
         fixed = [fixed_note(*item) for item in inputs.fixed.items()]
         notes = (*fake.notes, *filter(None, [note]), *fixed)
         fake = replace(fake, notes=notes, functions=functions)
         children = find_children(fake.module) if has_calls and not fixed else []
-        return _trace(fake, inputs, names, children, wanted, skips, num_calls - 1)
+        return _trace(fake, inputs, names, children, wanted, call)
 
     try:
         trace = traced(not full_capture and not wanted.runs_checks)
     except RetraceError as error:
         trace = traced(False, f"every layer was traced in full: {error}")
 
-    def is_same(prepare: Callable[[nn.Module], None], num_calls: int) -> bool:
-        second = traced(False, prepare=prepare, num_calls=num_calls).captured
-        return _is_same(second, trace.captured)
+    def is_same(call: TracedCall = FIRST_CALL) -> bool:
+        return _is_same(traced(False, call=call).captured, trace.captured)
 
-    refuse_changing_state(trace.changed, is_same)
-    refuse_kept_tensors(trace.kept, trace.held, is_same)
-    refuse_remade(trace.remade, lambda: traced(False, num_calls=2).remade)
+    def is_same_with_caches() -> bool:
+        shared.restore()  # where caches may be
+        first = traced(False, call=TracedCall(marks_kept=True))
+        shared.restore()
+        second = traced(False, call=call_with_caches(first))
+        shared.restore()
+        programs = [with_lasting_values(one.program) for one in (first, second)]
+        graphs = [number(one, names, first.captured.graph.inputs, ()).graph for one in programs]
+        is_alike = fingerprint(graphs[0]) == fingerprint(graphs[1])
+        return is_alike and _is_same(first.captured, trace.captured)
+
+    refuse_remade(trace.remade, lambda: traced(False, call=TracedCall(num_calls=2)).remade)
+    refuse_other_next_call(trace, is_same, is_same_with_caches)
     spaces = spaces_of(model, *filter(None, [wanted.loss_fn]))
-    refuse_questions(spaces, lambda: is_same(lambda _: None, 1))
+    refuse_questions(spaces, is_same)
     if trace.drops.num_branches:
-        _refuse_other_branches(trace, lambda: traced(False, skips=True))
+        _refuse_other_branches(trace, lambda: traced(False, call=TracedCall(skips=True)))
     return trace.captured
 
 
@@ -255,10 +262,12 @@ def _refuse_other_branches(trace: "_Trace", skipping: Callable[[], "_Trace"]) ->
 
 @dataclass(frozen=True)
 class _Trace:
-    """changed, kept, held, remade: the state that forward changed. drops: layers that it may skip.
-    skipped: the fingerprint of the program without them."""
+    """program: as it was read, before what makes it fast. changed, kept, held, remade: the state
+    that forward changed. drops: layers that it may skip. skipped: the fingerprint of the program
+    without them."""
 
     captured: Captured
+    program: RawProgram
     changed: Changes
     kept: Kept
     held: str
@@ -273,8 +282,7 @@ def _trace(
     names: Names,
     children: Sequence[Child],
     wanted: Wanted,
-    skips: bool,
-    earlier_calls: int,
+    call: TracedCall,
 ) -> _Trace:
     """Trace the fake copy, with call nodes for those of `children` that equal one traced before.
 
@@ -288,18 +296,17 @@ def _trace(
             fake,
             inputs,
             wanted.returns,
-            skips=skips,
+            call=call,
             runs_checks=wanted.runs_checks,
             known=KnownTensors(),
-            earlier_calls=earlier_calls,
         )
-        program = read_program(exported, names, inputs.infos)
+        program = read_program(exported, names, inputs.infos, call.sources)
         return _traced(program, names, inputs, exported, notes, wanted.rules)
     strip(children, plan.decisions)
     tracer = CallTracer(plan.decisions)
     try:
         with wrapped(children, tracer):
-            exported = export_fake(fake, inputs, wanted.returns, tracer.marked, skips=skips)
+            exported = export_fake(fake, inputs, wanted.returns, tracer.marked, call=call)
         program = expand_calls(read_program(exported, names, inputs.infos), names)
     except CaptureError as error:
         raise RetraceError(str(error)) from error
@@ -325,7 +332,7 @@ def _traced(
         )
     captured = _fold(program, names, inputs, exported, notes, rules)
     held = exported.changed, exported.kept, exported.held, exported.remade
-    return _Trace(captured, *held, drops, skipped)
+    return _Trace(captured, program, *held, drops, skipped)
 
 
 def _lean(program: RawProgram) -> RawProgram:

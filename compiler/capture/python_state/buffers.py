@@ -4,8 +4,10 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
+from torch.export import ExportedProgram
 
 from meshfold.errors import CaptureError
+from meshfold.torch_compat.fake_tensors import is_fake
 
 
 class Buffers:
@@ -26,7 +28,7 @@ class Buffers:
         return {
             label: f"{tuple(old.shape)} {_dtype(old)} by {tuple(new.shape)} {_dtype(new)}"
             for label, module, name, old in self._held
-            if isinstance(new := module._buffers.get(name), torch.Tensor) and not _alike(new, old)
+            if isinstance(new := module._buffers.get(name), torch.Tensor) and not alike(new, old)
         }
 
     def write_replaced(self) -> None:
@@ -36,7 +38,7 @@ class Buffers:
             for _, module, name, buffer in self._held
             if (new := module._buffers.get(name)) is not buffer
             and isinstance(new, torch.Tensor)
-            and _alike(new, buffer)
+            and alike(new, buffer)
         ]
         # Read before any is written: buffers, or views of them, may have changed places.
         values = [new.detach().clone() for *_, new in replaced]
@@ -45,7 +47,7 @@ class Buffers:
             module._buffers[name] = buffer
 
 
-def _alike(new: torch.Tensor, old: torch.Tensor) -> bool:
+def alike(new: torch.Tensor, old: torch.Tensor) -> bool:
     return (new.shape, new.dtype) == (old.shape, old.dtype)
 
 
@@ -67,4 +69,18 @@ def refuse_remade(remade: Mapping[str, str], again: Callable[[], Mapping[str, st
                 f"forward replaces the buffer {name}, {change}, which no buffer of a graph can "
                 "become; keep its shape and dtype, or pass what changes as an input tensor",
                 op="nn.Module.register_buffer",
+            )
+
+
+def refuse_valueless(program: ExportedProgram) -> None:
+    """Raises CaptureError for a tensor of the model that is neither in its state nor has values.
+    (torch would go on, and read memory that is not there.)"""
+    for name in program.graph_signature.lifted_tensor_constants:
+        tensor = program.constants[name]
+        if isinstance(tensor, torch.Tensor) and (tensor.is_meta or is_fake(tensor)):
+            label = name.removeprefix("model.")
+            raise CaptureError(
+                f"{label} is a tensor without values that is no registered buffer; "
+                "register it, or build the model on a real device",
+                op=label,
             )

@@ -6,14 +6,15 @@ refused. What only counts (a log of calls) is left.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import reduce
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
 
+from meshfold.capture.python_state.buffers import alike
 from meshfold.capture.python_state.snapshots import (
     Snapshot,
     attributes_of,
@@ -21,7 +22,6 @@ from meshfold.capture.python_state.snapshots import (
     shared_state,
 )
 from meshfold.errors import CaptureError
-from meshfold.torch_compat.fake_tensors import fake_like, fake_mode, modes_of
 
 State = Mapping[tuple[str, str], Any]
 """Plain values by (module path, attribute); those that instances share by ("", "file:name") and
@@ -33,35 +33,60 @@ Changes = Mapping[tuple[str, str], tuple[Any, Any]]
 _PLAIN = (bool, int, float, str, type(None))
 _MOST = 64
 """Entries of the longest container that is looked at."""
+_DEPTH = 4
+"""Of containers in containers."""
+
+
+@dataclass(frozen=True)
+class _Holder:
+    """What holds values by name: a module, an object of the user in one, and the globals and
+    classes of a user's code. path, prefix: of the keys of State."""
+
+    path: str
+    prefix: str
+    owner: Any
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        if isinstance(self.owner, nn.Module):
+            return {name: x for name, x in vars(self.owner).items() if not name.startswith("_")}
+        return self.owner if isinstance(self.owner, dict) else getattr(self.owner, "__dict__", {})
+
+    def write(self, name: str, value: Any) -> None:
+        if isinstance(self.owner, dict):
+            self.owner[name] = value
+        elif isinstance(self.owner, nn.Module):
+            # A buffer of that name, if there is one, stays behind it.
+            vars(self.owner)[name] = value
+        else:
+            setattr(self.owner, name, value)
+
+
+def _holders(model: nn.Module) -> Iterator[_Holder]:
+    shared: dict[int, _Holder] = {}
+    for path, module in model.named_modules():
+        holder = _Holder(path, "", module)
+        yield holder
+        for name, value in holder.values.items():
+            if is_of_user(type(value)) and not isinstance(value, (nn.Module, torch.Tensor, type)):
+                yield _Holder(path, f"{name}.", value)
+        if is_of_user(type(module)):
+            space = getattr(type(module).forward, "__globals__", {})
+            shared[id(space)] = _Holder("", f"{space.get('__file__')}:", space)
+            for base in filter(is_of_user, type(module).__mro__):
+                prefix = f"{base.__module__}:{base.__qualname__}."
+                shared[id(base)] = _Holder("", prefix, base)
+    yield from shared.values()
 
 
 def plain_state(model: nn.Module) -> State:
-    """The plain values that forward can change: of modules, of a user's objects in them, and of the
-    globals and classes of a user's code."""
-    found: dict[tuple[str, str], Any] = {}
-    shared: dict[int, tuple[str, Mapping[str, Any]]] = {}
-    for path, module in model.named_modules():
-        own = {name: x for name, x in vars(module).items() if not name.startswith("_")}
-        _add(found, path, "", own)
-        for name, value in own.items():
-            if is_of_user(type(value)) and not isinstance(value, (nn.Module, torch.Tensor, type)):
-                _add(found, path, f"{name}.", getattr(value, "__dict__", {}))
-        if is_of_user(type(module)):
-            space = getattr(type(module).forward, "__globals__", {})
-            shared[id(space)] = f"{space.get('__file__')}:", space
-            for base in filter(is_of_user, type(module).__mro__):
-                shared[id(base)] = f"{base.__module__}:{base.__qualname__}.", vars(base)
-    for prefix, values in shared.values():
-        _add(found, "", prefix, values)
-    return found
-
-
-def _add(
-    found: dict[tuple[str, str], Any], path: str, prefix: str, values: Mapping[str, Any]
-) -> None:
-    for name, value in values.items():
-        if not name.startswith("__") and _is_plain(value):
-            found[path, prefix + name] = copy.copy(value)
+    """The plain values that forward can change."""
+    return {
+        (holder.path, holder.prefix + name): copy.copy(value)
+        for holder in _holders(model)
+        for name, value in holder.values.items()
+        if not name.startswith("__") and _is_plain(value)
+    }
 
 
 def _is_plain(value: Any) -> bool:
@@ -80,40 +105,66 @@ def changed_state(before: State, model: nn.Module) -> Changes:
 
 
 Kept = Mapping[tuple[str, str], Any]
-"""Tensors, and containers with tensors, that modules keep, by (module path, attribute)."""
+"""Tensors, and containers with tensors, by the keys of State."""
 
 
 def _kept_tensors(model: nn.Module) -> Kept:
-    found = {}
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if not name.startswith("_") and _leaves(value):
-                found[path, name] = copy.copy(value) if isinstance(value, (dict, list)) else value
-    return found
+    return {
+        (holder.path, holder.prefix + name): _copied(value)
+        for holder in _holders(model)
+        for name, value in holder.values.items()
+        if not name.startswith("__") and _leaves(value)
+    }
 
 
-def _leaves(value: Any) -> list[torch.Tensor]:
+def _copied(value: Any) -> Any:
+    return copy.copy(value) if isinstance(value, (dict, list)) else value
+
+
+def set_values(model: nn.Module, values: Mapping[tuple[str, str], Any]) -> None:
+    """Set what the keys of State name. Raises NewModulesError for a module that is not there."""
+    paths = dict(model.named_modules())
+    if any(path not in paths for path, _ in values):
+        raise NewModulesError
+    for holder in list(_holders(model)):
+        for (path, name), value in values.items():
+            last = name.removeprefix(holder.prefix)
+            is_own = path == holder.path and name.startswith(holder.prefix)
+            if is_own and not {".", ":"}.intersection(last):
+                holder.write(last, value)
+
+
+def _leaves(value: Any, depth: int = _DEPTH) -> list[torch.Tensor]:
     """The tensors in containers of up to _MOST entries."""
     if isinstance(value, torch.Tensor):
         return [value]
-    if isinstance(value, (dict, list, tuple)) and len(value) <= _MOST:
+    if depth and isinstance(value, (dict, list, tuple)) and len(value) <= _MOST:
         entries = value.values() if isinstance(value, dict) else value
-        return [leaf for entry in entries for leaf in _leaves(entry)]
+        return [leaf for entry in entries for leaf in _leaves(entry, depth - 1)]
     return []
+
+
+def _buffers(model: nn.Module) -> dict[tuple[str, str], torch.Tensor]:
+    return {
+        (path, name): buffer
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    }
 
 
 def _same(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
     return len(some) == len(others) and all(map(is_, some, others))
 
 
-def _fresh(value: Any, like: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _fresh(value: Any, like: Callable[[torch.Tensor], torch.Tensor], depth: int = _DEPTH) -> Any:
     """The same with other tensors in it."""
     if isinstance(value, torch.Tensor):
         return like(value)
-    if isinstance(value, dict):
-        return {key: _fresh(entry, like) for key, entry in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_fresh(entry, like) for entry in value)
+    if depth and isinstance(value, dict):
+        return {key: _fresh(entry, like, depth - 1) for key, entry in value.items()}
+    if depth and type(value) in (list, tuple):
+        return type(value)(_fresh(entry, like, depth - 1) for entry in value)
     return value
 
 
@@ -128,12 +179,19 @@ class HeldState:
     def __init__(self, model: nn.Module) -> None:
         self._before = Snapshot({**attributes_of(model), **shared_state(model)})
         self._kept = _kept_tensors(model)
+        self._buffers = _buffers(model)
 
     def kept(self, model: nn.Module) -> Kept:
-        """The attributes in which modules keep other tensors than before."""
+        """Where other tensors are kept than before, buffers only where a graph cannot write what
+        they became (meshfold.capture.python_state.buffers)."""
         before = {key: _leaves(value) for key, value in self._kept.items()}
         now = _kept_tensors(model)
-        return {k: x for k, x in now.items() if not _same(_leaves(x), before.get(k, []))}
+        kept = {k: x for k, x in now.items() if not _same(_leaves(x), before.get(k, []))}
+        for key, new in _buffers(model).items():
+            old = self._buffers.get(key)
+            if old is None or not alike(new, old):
+                kept[key] = new
+        return kept
 
     def change(self, known: Iterable[tuple[str, str]]) -> str:
         """The first of the changes that is not `known`, of Changes or Kept, by name; "" if there is
@@ -144,79 +202,45 @@ class HeldState:
         for label in self._before.changes():
             parts = label.split(".")
             opened = {".".join(parts[:k]) for k in range(1, len(parts) + 1)}
-            if _OF_GRAPHS.isdisjoint(parts) and own.isdisjoint(opened) and parts[-1] not in shared:
+            if own.isdisjoint(opened) and _OF_GRAPHS.union(shared).isdisjoint(parts):
                 return label
         return ""
 
 
-Again = Callable[[Callable[[nn.Module], None], int], bool]
-"""(prepare, num_calls) -> whether that call of another copy of the model, prepared so, is traced
-as the same graph."""
-
-
-class _NewModulesError(Exception):
+class NewModulesError(Exception):
     """Forward has made modules that a fresh copy of the model does not have."""
 
 
-def refuse_kept_tensors(kept: Kept, held: str, again: Again) -> None:
-    """Raises CaptureError where forward reads again what a call of it before has left.
+def fresh_kept(kept: Kept, like: Callable[[torch.Tensor], torch.Tensor]) -> Kept:
+    """`kept` with other tensors in place of its own, in the order of kept_leaves."""
+    return {key: _fresh(value, like) for key, value in kept.items()}
 
-    kept: tensors that modules keep since; held: the name of what else has changed, "" if nothing.
-    """
 
-    def prepare(fresh: nn.Module) -> None:
-        modules = dict(fresh.named_modules())
-        mode = next(iter(modes_of(fresh)), None) or fake_mode()
-        for (path, name), value in kept.items():
-            if path in modules:
-                setattr(modules[path], name, _fresh(value, lambda x: fake_like(x, mode)))
+def kept_leaves(kept: Kept) -> list[torch.Tensor]:
+    """The tensors of `kept`."""
+    return [leaf for value in kept.values() for leaf in _leaves(value)]
 
-    def is_same(prepare: Callable[[nn.Module], None], num_calls: int) -> bool:
-        try:
-            return again(prepare, num_calls)
-        except CaptureError:  # what is there then cannot be captured
-            return False
 
-    if kept and not is_same(prepare, 1):
-        name = ".".join(filter(None, next(iter(kept))))
-    elif held and not is_same(lambda _: None, 2):
-        name = held
-    else:
-        return
-    raise CaptureError(
-        f"forward changes what {name} holds, and its next call computes something else, which a "
+def refused_change(changed: Changes, kept: Kept, held: str) -> CaptureError:
+    """That forward computes something else with what it has changed. held: the name of what is
+    neither in `changed` nor in `kept`."""
+    if changed:
+        (path, name), (old, value) = next(iter(changed.items()))
+        what = f"{path}.{name}" if path else name
+        return CaptureError(
+            f"forward changes {what} (from {old!r} to {value!r}), and its next call "
+            "computes something else, which a graph of one call cannot; pass what changes as an "
+            "input tensor",
+            op="Python",
+        )
+    what = _text(next(iter(kept))) if kept else held
+    return CaptureError(
+        f"forward changes what {what} holds, and its next call computes something else, which a "
         "graph of one call cannot; register it as a buffer, or pass it as an input tensor",
         op="Python",
     )
 
 
-def refuse_changing_state(changed: Changes, again: Again) -> None:
-    """Raises CaptureError where forward computes something else with the plain state that it
-    changed."""
-    if not changed:
-        return
-
-    def prepare(fresh: nn.Module) -> None:
-        modules = dict(fresh.named_modules())
-        for (path, name), (_, value) in changed.items():
-            if path not in modules:
-                raise _NewModulesError
-            if ":" not in name:  # what is shared has kept its change
-                *owners, last = name.split(".")
-                setattr(reduce(getattr, owners, modules[path]), last, copy.copy(value))
-
-    try:
-        is_same = again(prepare, 1)
-    except _NewModulesError:
-        # As BigBird does, which puts another attention in place for short sequences.
-        is_same = again(lambda _: None, 2)
-    if is_same:
-        return
-    (path, name), (old, value) = next(iter(changed.items()))
-    where = f"{path}.{name}" if path else name
-    raise CaptureError(
-        f"forward changes {where} (from {old!r} to {value!r}), and its next call "
-        "computes something else, which a graph of one call cannot; pass what changes as an input "
-        "tensor",
-        op="Python",
-    )
+def _text(key: tuple[str, str]) -> str:
+    """Of State, for messages."""
+    return ".".join(filter(None, key)).rpartition("/")[2].replace(".py:", ".").replace(":", ".")

@@ -15,6 +15,7 @@ outputs           the loss and what is asked for besides, nothing else is captur
 
 import contextlib
 import inspect
+import itertools
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,13 +34,16 @@ from meshfold.capture.known_values.refusals import (
     refused_branch,
     refused_number,
 )
-from meshfold.capture.python_state.buffers import Buffers
+from meshfold.capture.python_state.buffers import Buffers, refuse_valueless
 from meshfold.capture.python_state.held_state import (
     Changes,
     HeldState,
     Kept,
     changed_state,
+    fresh_kept,
+    kept_leaves,
     plain_state,
+    set_values,
 )
 from meshfold.capture.python_state.lost_calls import (
     DataReads,
@@ -56,10 +60,8 @@ from meshfold.capture.trace.fake_model import ExampleInputs, FakeCopy
 from meshfold.capture.trace.functions import FunctionCall
 from meshfold.capture.trace.layer_drop import LayerDrops
 from meshfold.capture.trace.returned import Chosen, chosen_outputs, name_outputs
-from meshfold.capture.trace.value_checks import (
-    Answering,
-    ValueChecks,
-)
+from meshfold.capture.trace.traced_call import FIRST_CALL, TracedCall
+from meshfold.capture.trace.value_checks import Answering, ValueChecks
 from meshfold.errors import CaptureError
 from meshfold.ir.returns import Returns
 from meshfold.passes.rules.table import OP_RULES
@@ -68,6 +70,7 @@ from meshfold.torch_compat.composite_ops import decompositions
 from meshfold.torch_compat.fake_tensors import (
     as_exporting,
     casts_of_nothing,
+    fake_like,
     lacks_fake,
     lazy_graphs,
 )
@@ -76,6 +79,8 @@ from meshfold.torch_compat.source_lines import line_in, user_line
 SOURCE = "meshfold_source"
 MODEL = "model"
 """Attribute of the traced wrapper that holds the fake copy, so the first part of every name."""
+KEPT = "kept_"
+"""Name, without a number, of a tensor that an earlier call has left."""
 
 
 class RetraceError(Exception):
@@ -151,15 +156,20 @@ class _Traced(nn.Module):
     """The fake copy with tensors in and tensors out, for torch.export."""
 
     def __init__(
-        self, fake: nn.Module, inputs: ExampleInputs, watch: _Watch, report: "_Report"
+        self, fake: FakeCopy, inputs: ExampleInputs, watch: _Watch, report: "_Report"
     ) -> None:
         super().__init__()
-        self.model = fake
+        self.model = fake.module
+        for k, tensor in enumerate(kept_leaves(report.call.found)):
+            self.register_buffer(f"{KEPT}{k}", fake_like(tensor, fake.mode))
         self.inputs = inputs
         self.watch = watch
         self.report = report
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # Here: these are what is traced, wherever the model finds them.
+        found = (self.get_buffer(f"{KEPT}{k}") for k in itertools.count())
+        set_values(self.model, fresh_kept(self.report.call.found, lambda _: next(found)))
         before, buffers = plain_state(self.model), Buffers(self.model)
         held = HeldState(self.model)
         with (
@@ -188,15 +198,17 @@ class _Traced(nn.Module):
         tensors_checked = self.watch.checks.kept(chosen.tensors)
         self.report.chosen = replace(chosen, tensors=tensors_checked)
         buffers.write_replaced()
-        return *tensors_checked.values(), *self.report.marked
+        also = kept_leaves(self.report.kept) if self.report.call.marks_kept else []
+        return *tensors_checked.values(), *self.report.marked, *also
 
 
 class _Report:
     """What the wrapper saw. A plain object: export forbids new attributes on the module itself."""
 
-    def __init__(self, returns: Returns, marked: Sequence[torch.Tensor]) -> None:
+    def __init__(self, returns: Returns, marked: Sequence[torch.Tensor], call: TracedCall) -> None:
         self.returns = returns
         self.marked = marked
+        self.call = call
         self.changed: Changes = {}
         self.kept: Kept = {}
         self.held = ""
@@ -210,20 +222,20 @@ def export_fake(
     returns: Returns,
     marked: Sequence[torch.Tensor] = (),
     *,
-    skips: bool = False,
+    call: TracedCall = FIRST_CALL,
     runs_checks: bool = False,
     known: KnownTensors | None = None,
-    earlier_calls: int = 0,
 ) -> Exported:
     """Trace the fake copy. returns: what of its return value is computed. `marked` is read after
-    the model ran: tensors to return besides its own. skips: skip the layers that a draw may skip.
-    runs_checks: keep assertions on values. known: None where calls that share a trace may differ.
-    earlier_calls: of the copy, before the one that is traced.
+    the model ran: tensors to return besides its own. call: which call of the copy, prepared as it
+    says; what it finds is called KEPT and its number. runs_checks: keep assertions on values.
+    known: None where calls that share a trace may differ.
 
     Raises CaptureError with op and source line.
     """
-    watch = _Watch(LayerDrops(skips), ValueChecks(runs=runs_checks), known)
-    traced = _Traced(fake.module, inputs, watch, _Report(returns, marked))
+    watch = _Watch(LayerDrops(call.skips), ValueChecks(runs=runs_checks), known)
+    report = _Report(returns, marked, call)
+    traced = _Traced(fake, inputs, watch, report)
 
     def rerun() -> None:
         with fake.mode:
@@ -238,20 +250,22 @@ def export_fake(
         functions_met(fake.functions.on_call),
         refuse_hidden_draws(rerun),
     ):
-        for _ in range(earlier_calls):
+        for _ in range(call.num_calls - 1):
             with as_exporting():
                 rerun()
         program = torch.export.export(traced, inputs.tensors, strict=False)
+        if not watch.gradients.asked:  # else what is missing is told with more words below
+            refuse_valueless(program)
         watch.gradients.refuse_unseen(program.constants)
         _stamp_sources(program.graph_module)
         write_detaches(program.graph_module)
         program = _decomposed(program)
-    report, drops = traced.report, watch.drops
-    if drops.num_branches != drops.num_chosen and not skips:
+    drops = watch.drops
+    if drops.num_branches != drops.num_chosen and not call.skips:
         raise refused_branch("Tensor.__bool__", drops.source)
-    found = tuple(fake.functions.calls), (*watch.checks.notes(), *watch.selections.notes())
+    met = tuple(fake.functions.calls), (*watch.checks.notes(), *watch.selections.notes())
     held = report.changed, report.kept, report.held, report.remade
-    return Exported(program, report.chosen, *held, drops, *found)
+    return Exported(program, report.chosen, *held, drops, *met)
 
 
 def _decomposed(program: ExportedProgram) -> ExportedProgram:

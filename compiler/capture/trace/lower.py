@@ -7,13 +7,14 @@ change nothing go.
 
 import hashlib
 import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind, OutputSpec
 
-from meshfold.capture.trace.export import MODEL, SOURCE, Exported
+from meshfold.capture.trace.export import KEPT, MODEL, SOURCE, Exported
 from meshfold.capture.trace.fake_model import Names
 from meshfold.capture.trace.functions import FUNCTION, call_number
 from meshfold.capture.trace.raw_program import Key, Operand, RawArg, RawOp, RawProgram
@@ -21,7 +22,6 @@ from meshfold.errors import CaptureError
 from meshfold.ir.custom_ops import CustomOp
 from meshfold.ir.op_graph import ITEM_BYTES, InputInfo, Source, SourceKind, Value
 from meshfold.torch_compat.dtypes import dtype_name, symbol
-from meshfold.torch_compat.fake_tensors import is_fake
 from meshfold.torch_compat.pytree import fill_slots
 
 _aten = torch.ops.aten
@@ -73,9 +73,17 @@ OTHER_NAMES = {
 _SAME_IF_SAME_SHAPE = (*_SIZED, _aten.alias.default, _aten.slice.Tensor)
 
 
-def read_program(exported: Exported, names: Names, inputs: tuple[InputInfo, ...]) -> RawProgram:
-    """Raises CaptureError for an op that returns something else than tensors of fixed shape."""
-    reader = _Reader(exported, names, inputs)
+def read_program(
+    exported: Exported,
+    names: Names,
+    inputs: tuple[InputInfo, ...],
+    found: Sequence[Source | None] = (),
+) -> RawProgram:
+    """found: what stands for each tensor that an earlier call has left, if it may be read.
+
+    Raises CaptureError for an op that returns something else than tensors of fixed shape.
+    """
+    reader = _Reader(exported, names, inputs, found)
     for node in exported.program.graph.nodes:
         reader.read(node)
     if exported.chosen.returns.outputs:
@@ -96,8 +104,18 @@ def _set_outputs_apart(program: RawProgram, num_losses: int) -> None:
 
 
 class _Reader:
-    def __init__(self, exported: Exported, names: Names, inputs: tuple[InputInfo, ...]) -> None:
+    def __init__(
+        self,
+        exported: Exported,
+        names: Names,
+        inputs: tuple[InputInfo, ...],
+        found: Sequence[Source | None],
+    ) -> None:
         self.program = RawProgram()
+        self.sources: Mapping[str, Source] = {
+            **{f"{KEPT}{k}": source for k, source in enumerate(found) if source is not None},
+            **names.sources,
+        }
         self.names = names
         self.exported = exported
         signature = exported.program.graph_signature
@@ -109,7 +127,9 @@ class _Reader:
     def read(self, node: fx.Node) -> None:
         args: tuple[Any, ...] = node.args
         if node.op == "placeholder":
-            self._read_placeholder(node)
+            # What an earlier call has left counts if it is read.
+            if node.users or not str(self.specs[node.name].target).startswith(KEPT):
+                self._read_placeholder(node)
         elif node.op == "output":
             self._read_outputs(node)
         elif node.target is operator.getitem:
@@ -127,18 +147,17 @@ class _Reader:
     def _source(self, spec: InputSpec) -> Source:
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
             name = str(spec.target).removeprefix(MODEL + ".")
-            if name not in self.names.sources:
+            if name not in self.sources:
                 raise CaptureError(
                     f"forward registers {name}, which the model does not have before; register it "
                     "where the model is made",
                     op="register_buffer",
                 )
-            return self.names.sources[name]
+            return self.sources[name]
         if spec.kind is InputKind.USER_INPUT:
             return Source(SourceKind.INPUT, next(self.inputs).name)
         if spec.kind is InputKind.CONSTANT_TENSOR:
-            tensor = self.exported.program.constants[str(spec.target)]
-            return self._constant(tensor, str(spec.target))
+            return self._constant(self.exported.program.constants[str(spec.target)])
         if isinstance(self.exported.program.constants.get(str(spec.target)), torch.Generator):
             raise CaptureError(
                 "forward draws from a torch.Generator of its own, and ranks would not agree on its "
@@ -151,14 +170,7 @@ class _Reader:
             op=str(spec.target),
         )
 
-    def _constant(self, tensor: torch.Tensor, target: str) -> Source:
-        label = target.removeprefix(MODEL + ".")
-        if tensor.is_meta or is_fake(tensor):
-            raise CaptureError(
-                f"{label} is a tensor without values that is no registered buffer; "
-                "register it, or build the model on a real device",
-                op=label,
-            )
+    def _constant(self, tensor: torch.Tensor) -> Source:
         name = constant_name(tensor)
         self.program.constants[name] = tensor.detach().cpu()
         return Source(SourceKind.CONSTANT, name)
@@ -214,12 +226,16 @@ class _Reader:
             key = self.keys[value][0]
             assert key is not None
             if spec.kind is OutputKind.BUFFER_MUTATION:
-                target = self.names.sources[str(spec.target).removeprefix(MODEL + ".")]
-                self.program.mutations.append((target.name, key))
+                target = str(spec.target).removeprefix(MODEL + ".")
+                if target not in self.names.sources:
+                    raise CaptureError("the model writes to what an earlier call has left")
+                self.program.mutations.append((self.names.sources[target].name, key))
             elif spec.kind is OutputKind.USER_OUTPUT:
                 name = next(names, None)
-                if name is not None:  # what follows keeps bodies of calls alive
+                if name is not None:
                     self.program.outputs.append((name, key))
+                else:  # it keeps bodies of calls alive
+                    self.program.marked.append(key)
             elif not _is_clamped(spec, value):
                 written = self._named(str(spec.target))
                 raise CaptureError(

@@ -109,13 +109,15 @@ def _keys(arg: RawArg) -> Iterator[Key]:
 
 @dataclass
 class RawProgram:
-    """`values` describes every key; `mutations` are (buffer name, key of its new value)."""
+    """`values` describes every key; `mutations` are (buffer name, key of its new value); `marked`
+    are outputs without a name, which nobody computes."""
 
     ops: list[RawOp] = field(default_factory=list)
     values: dict[Key, Value] = field(default_factory=dict)
     outputs: list[tuple[str, Key]] = field(default_factory=list)
     mutations: list[tuple[str, Key]] = field(default_factory=list)
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    marked: list[Key] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
