@@ -76,7 +76,8 @@ def plan_calls(fake: FakeCopy, inputs: ExampleInputs, children: Sequence[Child])
             NoInnerGradients(),
         ):
             inputs.call(fake.module, inputs.tensors)
-        checks.refuse_kept()
+        if numbers := checks.kept_numbers():
+            raise RetraceError(f"the first run of the model keeps numbers of tensors ({numbers})")
         if installed := structure.change():
             raise RetraceError(f"the first run of the model {installed}")
     except RetraceError:

@@ -92,8 +92,8 @@ def plain_state(model: nn.Module) -> State:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, dict)) and len(value) <= _MOST:
         entries = value.values() if isinstance(value, dict) else value
-        return all(isinstance(entry, _PLAIN) for entry in entries)
-    return isinstance(value, _PLAIN)
+        return all(issubclass(type(entry), _PLAIN) for entry in entries)
+    return issubclass(type(value), _PLAIN)  # a Number says that it is a float
 
 
 def changed_state(before: State, model: nn.Module) -> Changes:

@@ -179,14 +179,14 @@ class _Traced(nn.Module):
             refuse_saved_tensor_hooks(_line),
         ):
             returned = self.inputs.call(self.model, tensors)
-        self.watch.checks.refuse_kept()
         self.watch.data_reads.refuse_written()
         self.watch.gradients.refuse_accumulated(self.model, tensors)
         # Here: torch.export sets attributes back.
         self.report.changed = changed_state(before, self.model)
         self.report.kept = held.kept(self.model)
         self.report.remade = buffers.remade()
-        self.report.held = held.change((*self.report.changed, *self.report.kept))
+        numbers = self.watch.checks.kept_numbers()
+        self.report.held = held.change((*self.report.changed, *self.report.kept)) or numbers
         named = name_outputs(returned)
         if not named:
             op = type(self.model).__name__

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from meshfold.capture.known_values.numbers import Number
 from meshfold.errors import CaptureError
 
 _PLAIN = (NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -49,6 +50,8 @@ def structure_of(value: Any, path: str = "") -> Node:
     """The structure of what a model returned. path: that of `value` itself."""
     if isinstance(value, torch.Tensor):
         return Leaf(path)
+    if isinstance(value, Number):
+        raise value.refused()
     if isinstance(value, _PLAIN):
         return Constant(value)
     way: Literal["mapping", "sequence", "attributes"] = "attributes"

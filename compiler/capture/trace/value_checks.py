@@ -4,7 +4,7 @@ What an assertion asks for (meshfold.capture.trace.assertions) is answered as it
 that trains, and kept as a Check. Anything else is refused with its line: a graph cannot hold it.
 
     bool(x)     answered if it decides an assertion
-    x.item()    the same; else a Number, which may be compared in an assertion and nothing else
+    x.item()    the same; else a Number (meshfold.capture.known_values.numbers)
 """
 
 import inspect
@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshfold.capture.known_values.empty_rows import EmptyRows
 from meshfold.capture.known_values.known_tensors import KnownTensors
+from meshfold.capture.known_values.numbers import Number, number_of, refuse_numbers
 from meshfold.capture.known_values.refusals import (
     function_name,
     refused_branch,
@@ -54,17 +55,20 @@ class ValueChecks:
         self.runs = runs
         self.found: list[Check] = []
         self.numbers: weakref.WeakSet[Number] = weakref.WeakSet()
+        self.lines = ""
+        """Of those that the traced call kept."""
         self.sources = Sources()
 
     def notes(self) -> tuple[str, ...]:
-        """A line for every assertion."""
-        return tuple(
-            dict.fromkeys(
-                f"{'a warning' if c.assertion.only_warns else 'a check of values'} is "
-                f"{'run in every step' if self._is_run(c) else 'left out'} ({c.assertion.note})"
-                for c in self.found
-            )
-        )
+        """A line for every assertion, and one for numbers that are kept."""
+        lines = [
+            f"{'a warning' if c.assertion.only_warns else 'a check of values'} is "
+            f"{'run in every step' if self._is_run(c) else 'left out'} ({c.assertion.note})"
+            for c in self.found
+        ]
+        if self.lines:
+            lines.append(f"numbers of tensors that forward keeps are not computed ({self.lines})")
+        return tuple(dict.fromkeys(lines))
 
     def kept(self, outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What the model returns, the first of it checked by the assertions that are to be run."""
@@ -94,6 +98,8 @@ class ValueChecks:
             return None
         if func is torch.Tensor.item:
             return self._item(args[0])
+        if func in _NUMBERS:
+            return _NUMBERS[func](self.number(args[0], func))
         if func not in _TRUTHS:
             return NotImplemented
         assertion = self._asked()
@@ -119,16 +125,18 @@ class ValueChecks:
         self._keep(assertion, getattr(torch, name)(number.tensor))
         return 0.0
 
-    def number(self, tensor: torch.Tensor) -> "Number":
-        """What stands for the number that a tensor holds."""
-        number = Number(tensor, self, _line())
+    def number(self, tensor: torch.Tensor, func: Any = torch.Tensor.item) -> Number:
+        """What stands for the number that a function gives of a tensor."""
+        return number_of(tensor, self, function_name(func), _line())
+
+    def noted(self, number: Number) -> Number:
         self.numbers.add(number)
         return number
 
-    def refuse_kept(self) -> None:
-        """Raises CaptureError for a number that outlives forward, which may read it next time."""
-        for number in self.numbers:
-            raise number.refused()
+    def kept_numbers(self) -> str:
+        """The lines of numbers that have outlived forward, which may read them next time."""
+        self.lines = ", ".join(sorted({number.source for number in self.numbers}))
+        return self.lines
 
     def _item(self, tensor: torch.Tensor) -> Any:
         assertion = self._asked()
@@ -194,6 +202,14 @@ _RUNS_THE_MODEL = frozenset({"export_fake", "plan_calls"})
 _PASSES_ON = frozenset({"handle_torch_function", "wrapped", "__contains__"})
 """Functions of torch between a value and who asks for it."""
 
+_NUMBERS: Mapping[Any, Callable[[Any], Any]] = {
+    torch.Tensor.__float__: float,
+    torch.Tensor.__int__: operator.index,
+    torch.Tensor.__index__: operator.index,
+    torch.Tensor.numpy: operator.index,
+}
+"""Functions of torch that give numbers, and how what they give is read: at once."""
+
 _TRUTHS: Mapping[Any, Callable[..., torch.Tensor]] = {
     torch.Tensor.__bool__: lambda x: x,
     torch.is_nonzero: lambda x: x,
@@ -212,97 +228,6 @@ _FLOAT_TESTS = {"isnan": False, "isinf": False, "isfinite": True}
 
 def _line() -> str:
     return user_line(traceback.walk_stack(inspect.currentframe()))
-
-
-class Number:
-    """x.item() of a tensor without values. Comparisons of it are answered in assertions; all else
-    that needs a number raises CaptureError."""
-
-    def __init__(self, tensor: torch.Tensor, checks: ValueChecks, source: str) -> None:
-        self.tensor = tensor
-        self.checks = checks
-        self.source = source
-
-    def refused(self) -> CaptureError:
-        return refused_number("torch.Tensor.item", self.source)
-
-    def _made(self, function: Callable[..., torch.Tensor], *others: Any) -> "Number":
-        tensor = function(self.tensor, *map(_plain, others))
-        return Number(tensor, self.checks, self.source)
-
-    def _compared(self, function: Callable[..., torch.Tensor], other: Any) -> bool:
-        return self.checks.compared(function(self.tensor, _plain(other)))
-
-    def __lt__(self, other: Any) -> bool:
-        return self._compared(operator.lt, other)
-
-    def __le__(self, other: Any) -> bool:
-        return self._compared(operator.le, other)
-
-    def __gt__(self, other: Any) -> bool:
-        return self._compared(operator.gt, other)
-
-    def __ge__(self, other: Any) -> bool:
-        return self._compared(operator.ge, other)
-
-    def __eq__(self, other: object) -> bool:
-        return self._compared(operator.eq, other)
-
-    def __ne__(self, other: object) -> bool:
-        return self._compared(operator.ne, other)
-
-    def __bool__(self) -> bool:
-        return self._compared(operator.ne, 0)
-
-    def __add__(self, other: Any) -> "Number":
-        return self._made(operator.add, other)
-
-    def __sub__(self, other: Any) -> "Number":
-        return self._made(operator.sub, other)
-
-    def __mul__(self, other: Any) -> "Number":
-        return self._made(operator.mul, other)
-
-    def __truediv__(self, other: Any) -> "Number":
-        return self._made(operator.truediv, other)
-
-    def __floordiv__(self, other: Any) -> "Number":
-        return self._made(operator.floordiv, other)
-
-    def __mod__(self, other: Any) -> "Number":
-        return self._made(operator.mod, other)
-
-    def __abs__(self) -> "Number":
-        return self._made(abs)
-
-    def __neg__(self) -> "Number":
-        return self._made(operator.neg)
-
-    __hash__ = object.__hash__
-
-    def __float__(self) -> float:
-        return self.checks.tested(self)
-
-    def __index__(self) -> int:
-        raise self.refused()
-
-    def __format__(self, _: str) -> str:
-        """In the message of an assertion."""
-        return "?"
-
-    def __getattr__(self, name: str) -> Any:
-        raise self.refused()
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        found = [arg for arg in args if isinstance(arg, cls)]
-        raise found[0].refused() if found else refused_number(function_name(func), _line())
-
-
-def _plain(value: Any) -> Any:
-    return value.tensor if isinstance(value, Number) else value
 
 
 def dropout_in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -351,6 +276,7 @@ class Answering(TorchFunctionMode):
             func, args, kwargs = self.known.arguments(func, args, kwargs)
             if (rows := self.empty_rows.mask(func, args, kwargs)) is not None:
                 return self._full_mask(rows)
+        refuse_numbers((*args, *kwargs.values()))
         answer = self.selections.answer(func, args, kwargs)
         if answer is NotImplemented:
             answer = ctc_loss(func, args, kwargs)
