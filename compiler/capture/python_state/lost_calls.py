@@ -1,8 +1,9 @@
 """Calls of torch that a trace takes no notice of, and hooks: refused, since they would be lost."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,8 +34,14 @@ def refuse_gradient_hooks(model: nn.Module) -> None:
             )
 
 
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
 _REFUSED: tuple[tuple[Any, str, str], ...] = (
-    (torch.Tensor.data.__set__, "Tensor.data =", "compute a new tensor"),  # type: ignore[attr-defined]
+    (
+        _SET_DATA,
+        "Tensor.data =",
+        "compute a new tensor, or write to a buffer with copy_ under torch.no_grad",
+    ),
     (torch.Tensor.register_hook, "Tensor.register_hook", "write what it does with ordinary ops"),
     (
         torch.Tensor.register_post_accumulate_grad_hook,
@@ -96,28 +103,74 @@ def refuse_saved_tensor_hooks(line: Callable[[], str]) -> Iterator[None]:
         yield
 
 
+@dataclass(frozen=True)
+class _DataRead:
+    """given: what x.data gave `of` x; version: of its memory, then."""
+
+    given: torch.Tensor
+    of: torch.Tensor
+    version: int
+    source: str
+
+
 class DataReads:
-    """x.data in forward, which is x.detach() as long as nothing writes to either."""
+    """x.data in forward, which is x.detach() as long as nothing writes to either. Where x has no
+    gradient (a buffer, `self.mean.data.mul_(0.9)`), a write is one to x, unless a backward reads
+    what was there before: torch would compute it with the new values, and say nothing."""
 
     def __init__(self) -> None:
-        self.reads: list[tuple[torch.Tensor, int, str]] = []
-        """What was given, the version of its memory, and the line."""
+        self.reads: list[_DataRead] = []
+
+    def sets_what_it_has(self, func: Any, args: Sequence[Any]) -> bool:
+        """Whether x.data is set to what was given for it, as `x.data += 1` does."""
+        return func == _SET_DATA and any(
+            read.given is args[1] and read.of is args[0] for read in self.reads
+        )
 
     def answer(self, func: Any, args: Sequence[Any], line: Callable[[], str]) -> Any:
         """What x.data gives here; None for another function."""
         if func != torch.Tensor.data.__get__:  # type: ignore[attr-defined]
             return None
         given = args[0].detach()
-        self.reads.append((given, given._version, line()))
+        self.reads.append(_DataRead(given, args[0], given._version, line()))
         return given
 
-    def refuse_written(self) -> None:
-        """Raises CaptureError where memory was written to after x.data was read."""
-        for given, version, source in self.reads:
-            if given._version != version:
-                raise CaptureError(
-                    "a write to the memory of Tensor.data inside of forward is lost in a graph; "
-                    "compute a new tensor of x.detach()",
-                    op="Tensor.data",
-                    source=source,
-                )
+    def refuse_written(self, returned: Iterable[torch.Tensor]) -> None:
+        """Raises CaptureError where memory that counts was written to after x.data was read.
+        returned: what the backward of forward starts from."""
+        written = [read for read in self.reads if read.given._version != read.version]
+        trained = [read for read in written if read.of.requires_grad]
+        if trained:
+            raise CaptureError(
+                "a write to the memory of Tensor.data inside of forward is lost in a graph; "
+                "compute a new tensor of x.detach()",
+                op="Tensor.data",
+                source=trained[0].source,
+            )
+        if written and _reads_what_was(x.grad_fn for x in returned if x.grad_fn is not None):
+            raise CaptureError(
+                "a write to the memory of Tensor.data changes what the backward of an op before it "
+                "reads, which no graph does; let that op read a clone",
+                op="Tensor.data",
+                source=written[0].source,
+            )
+
+
+def _reads_what_was(nodes: Iterable[Any]) -> bool:
+    """Whether a backward that starts at these nodes needs a tensor that was written to since."""
+    left, seen = list(nodes), set()
+    while left:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        left.extend(other for other, _ in node.next_functions if other is not None)
+        for name in dir(node):
+            if not name.startswith("_saved_"):
+                continue
+            try:
+                getattr(node, name)
+            except RuntimeError as error:
+                if "modified by an inplace operation" in str(error):
+                    return True
+    return False

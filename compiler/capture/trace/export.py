@@ -126,7 +126,7 @@ class _Watch(Answering):
             if (answer := self.drops.answer(args[0], _line())) is not None:
                 return answer
         data = self.data_reads.answer(func, args, _line)
-        if data is not None:
+        if data is not None or self.data_reads.sets_what_it_has(func, args):
             return data
         refuse_call(func, args, kwargs or {}, _line)
         try:
@@ -179,7 +179,8 @@ class _Traced(nn.Module):
             refuse_saved_tensor_hooks(_line),
         ):
             returned = self.inputs.call(self.model, tensors)
-        self.watch.data_reads.refuse_written()
+        named = name_outputs(returned)
+        self.watch.data_reads.refuse_written(named.values())
         self.watch.gradients.refuse_accumulated(self.model, tensors)
         # Here: torch.export sets attributes back.
         self.report.changed = changed_state(before, self.model)
@@ -187,7 +188,6 @@ class _Traced(nn.Module):
         self.report.remade = buffers.remade()
         numbers = self.watch.checks.kept_numbers()
         self.report.held = held.change((*self.report.changed, *self.report.kept)) or numbers
-        named = name_outputs(returned)
         if not named:
             op = type(self.model).__name__
             raise CaptureError("the model returns no tensor; return its loss", op=op)

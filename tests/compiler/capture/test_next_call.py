@@ -1,7 +1,6 @@
 """What the first call of forward leaves for the next: caches of what every step computes alike are
 captured, anything else that the next call reads is refused."""
 
-import copy
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,10 +9,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.programs.linears import Linears, Middle, assert_refused, captured_line, with_middle
+from support.programs.linears import (
+    Linears,
+    Middle,
+    assert_refused,
+    assert_trains_alike,
+    captured_line,
+    with_middle,
+)
 from torch import Tensor, nn
-
-import meshfold
 
 IN_GLOBALS: dict[str, Tensor] = {}
 
@@ -208,22 +212,6 @@ def _empty_caches() -> Iterator[None]:
     yield
     IN_GLOBALS.clear()
     Model.on_type = None
-
-
-def assert_trains_alike(model: nn.Module, num_steps: int = 3) -> None:
-    """Holds that a compiled copy has the model's losses and weights, step by step."""
-    batches = [{"x": torch.randn(8, 4)} for _ in range(num_steps)]
-    compiled = meshfold.compile(copy.deepcopy(model), "local-cpux1", batches[0])
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, compiled)]
-    for batch in batches:
-        losses = []
-        for one, optimizer in zip((model, compiled), optimizers, strict=True):
-            optimizer.zero_grad()
-            loss = one(**batch)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-        torch.testing.assert_close(*losses)
 
 
 @pytest.mark.parametrize("middle", CACHES, ids=lambda f: f.__name__)

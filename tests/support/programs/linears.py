@@ -1,5 +1,6 @@
 """Two linear layers, with something in between that a graph may not hold."""
 
+import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import meshfold
 from meshfold.capture.pipeline import capture
 from meshfold.errors import CaptureError
 
@@ -56,3 +58,19 @@ def assert_refused(model: nn.Module, text: str) -> None:
         assert re.search(text, line) and "\n" not in line, line
     else:
         assert line == ""
+
+
+def assert_trains_alike(model: nn.Module, num_steps: int = 3) -> None:
+    """Holds that a compiled copy has the model's losses and weights, step by step."""
+    batches = [{"x": torch.randn(8, 4)} for _ in range(num_steps)]
+    compiled = meshfold.compile(copy.deepcopy(model), "local-cpux1", batches[0])
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, compiled)]
+    for batch in batches:
+        losses = []
+        for one, optimizer in zip((model, compiled), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = one(**batch)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        torch.testing.assert_close(*losses)

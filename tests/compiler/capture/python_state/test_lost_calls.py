@@ -2,7 +2,14 @@
 
 import pytest
 import torch
-from support.programs.linears import Linears, Middle, assert_refused, captured_line, with_middle
+from support.programs.linears import (
+    Linears,
+    Middle,
+    assert_refused,
+    assert_trains_alike,
+    captured_line,
+    with_middle,
+)
 from support.programs.local_programs import emit_uniform, errors_of_a_step
 from torch import Tensor
 
@@ -61,6 +68,38 @@ def read_data_written_to(model: Linears, h: Tensor) -> Tensor:
 def data_written(model: Linears, h: Tensor) -> Tensor:
     model.first.weight.data = model.first.weight * 0.5
     return h
+
+
+def buffer_written_by_data(model: Linears, h: Tensor) -> Tensor:
+    """As codebooks are averaged, and centers."""
+    found = h - model.factor
+    model.history.data.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+    model.factor.data.copy_(model.history[0])
+    model.factor.data += 1
+    nearest = (h @ model.factor.unsqueeze(1)).argmax()
+    return found * nearest
+
+
+def buffer_written_before(model: Linears, h: Tensor) -> Tensor:
+    model.factor.data.mul_(1.1)
+    return h * model.factor
+
+
+def buffer_of_a_backward(model: Linears, h: Tensor) -> Tensor:
+    h = h * model.factor
+    model.factor.data.mul_(2)
+    return h
+
+
+def view_of_a_backward(model: Linears, h: Tensor) -> Tensor:
+    h = h * model.history[0]
+    model.history.data.fill_(2)
+    return h
+
+
+def buffer_set_by_data(model: Linears, h: Tensor) -> Tensor:
+    model.factor.data = h.detach().mean(0)
+    return h + model.factor
 
 
 def gradient_inside(model: Linears, h: Tensor) -> Tensor:
@@ -134,6 +173,9 @@ MIDDLES = {
     data_written_to: "a write to the memory of Tensor.data inside of forward is lost in a graph",
     read_data_written_to: "a write to the memory of Tensor.data .*test_lost_calls.py",
     data_written: "Tensor.data = inside of forward is lost in a graph; compute a new tensor",
+    buffer_of_a_backward: "Tensor.data changes what the backward of an op .*test_lost_calls.py",
+    view_of_a_backward: "Tensor.data changes what the backward of an op",
+    buffer_set_by_data: "or write to a buffer with copy_ under torch.no_grad",
     gradient_inside: "",
     gradient_retained: "",
     parameter_frozen_for_a_call: "forward sets requires_grad of a parameter to False, which a",
@@ -151,6 +193,11 @@ MIDDLES = {
 @pytest.mark.parametrize("middle", MIDDLES, ids=lambda f: f.__name__)
 def test_a_call_is_captured_or_refused(middle: Middle) -> None:
     assert_refused(with_middle(Linears, middle), MIDDLES[middle])
+
+
+@pytest.mark.parametrize("middle", [buffer_written_by_data, buffer_written_before])
+def test_buffers_are_written_by_their_data(middle: Middle) -> None:
+    assert_trains_alike(with_middle(Linears, middle))
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
