@@ -3,6 +3,7 @@
 index = (labels >= 0).nonzero()                                as DeBERTa does for its classes
 if index.size(0) > 0: logits.gather(0, index.expand(index.size(0), num_labels))
 (index,) = mask.nonzero(as_tuple=True); logits[index]
+rows, places = torch.where(mask); logits[rows, places]         of a mask [n, s], as SASRec does
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,13 +21,18 @@ _STAY = frozenset(("expand", "expand_as", "view", "reshape", "flatten", "squeeze
 
 
 class Places(Selected):
-    """mask.nonzero() of a mask [n], in any form. assume: keeps a check, which every step runs."""
+    """mask.nonzero() of a mask [n], in any form, or its indices along one dim of a mask of several.
+    assume: keeps a check, which every step runs."""
 
     def __init__(
-        self, mask: Tensor, assume: Callable[[Tensor, str], None], refused: CaptureError
+        self,
+        mask: Tensor,
+        dim: int,
+        assume: Callable[[Tensor, str], None],
+        refused: CaptureError,
     ) -> None:
         super().__init__(refused)
-        self.mask, self.version, self.assume = mask, mask._version, assume
+        self.mask, self.version, self.along, self.assume = mask, mask._version, dim, assume
 
     def chosen(self) -> Tensor:
         """The mask. Raises CaptureError where it was changed in place since."""
@@ -66,10 +72,23 @@ def places_of(
     name = name_of(func)
     if name not in ("nonzero", "where") or len(args) != 1 or not isinstance(args[0], Tensor):
         return NotImplemented
-    if args[0].dtype != torch.bool or args[0].ndim != 1:
+    mask, is_tuple = args[0], name == "where" or kwargs.get("as_tuple")
+    if mask.dtype != torch.bool or not (mask.ndim == 1 or mask.ndim and is_tuple):
         return NotImplemented
-    places = Places(args[0], assume, refused(func))
-    return (places,) if name == "where" or kwargs.get("as_tuple") else places
+    places = tuple(Places(mask, dim, assume, refused(func)) for dim in range(mask.ndim))
+    return places if is_tuple else places[0]
+
+
+def joined(index: Any) -> Any:
+    """The first of the indices [rows, places] that are all that a mask of several dims has; other
+    indices as they are."""
+    if not isinstance(index, tuple) or not index or not isinstance(index[0], Places):
+        return index
+    first = index[0]
+    of_mask = [p.along for p in index if isinstance(p, Places) and p.mask is first.mask]
+    if len(index) != first.mask.ndim or of_mask != [*range(first.mask.ndim)]:
+        raise first.refused
+    return first
 
 
 def taken_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Places | None:
@@ -77,10 +96,11 @@ def taken_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Place
     name = name_of(func)
     if kwargs or not args or not isinstance(args[0], Tensor):
         return None
-    dim, places = (args[1], args[2]) if len(args) == 3 else (0, args[-1])
+    dim, places = (args[1], args[2]) if len(args) == 3 else (0, joined(args[-1]))
     by_dim = name in ("gather", "index_select") and len(args) == 3
     if not isinstance(places, Places) or not (by_dim or (name == "getitem" and len(args) == 2)):
         return None
-    if dim != 0 or places.mask.shape != args[0].shape[:1]:
+    num_dims = places.mask.ndim if isinstance(args[-1], tuple) else 1
+    if dim != 0 or places.mask.shape != args[0].shape[:num_dims]:
         raise places.refused
     return places

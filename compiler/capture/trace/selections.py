@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from meshfold.capture.masked_rows.equal_masks import EqualMasks
-from meshfold.capture.masked_rows.places import Places, places_of, taken_by
+from meshfold.capture.masked_rows.places import Places, joined, places_of, taken_by
 from meshfold.capture.masked_rows.rows import Mask, MaskedRows, is_mask_of, rows_of
 from meshfold.capture.masked_rows.stand_in import Selected
 from meshfold.errors import CaptureError
@@ -159,6 +159,7 @@ class Selections:
 
     def _write(self, hidden: Tensor, mask: Any, rows: MaskedRows) -> None:
         """hidden[mask] = rows."""
+        mask = joined(mask)
         mask = mask.chosen() if isinstance(mask, Places) else mask
         if not is_mask_of(mask, hidden) or not self.masks.are_equal(mask, rows.chosen()):
             raise rows.refused

@@ -49,6 +49,56 @@ def _batch() -> dict[str, Tensor]:
     }
 
 
+class LabelledTokens(nn.Module):
+    """The loss of tokens with labels, chosen by both indices at once, as SASRec writes it."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(4, 8), nn.Linear(8, CLASSES)
+        self.form = form
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        index = torch.where(labels >= 0)
+        rows, places = index
+        if self.form == "where":
+            return F.cross_entropy(self.head(h)[index], labels[index])
+        if self.form == "pair":
+            rows, places = (labels >= 0).nonzero(as_tuple=True)
+            return F.cross_entropy(self.head(h[rows, places]), labels[rows, places])
+        if self.form == "written":
+            found = torch.zeros_like(h)
+            found[rows, places] = h[rows, places].square()
+            return self.head(found).square().mean()
+        if self.form == "exchanged":
+            return self.head(h)[places, rows].sum()
+        return self.head(h)[rows].sum()
+
+
+def _tokens() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.tensor([[2, -1, 0, -1], [-1, -1, -1, 1], [0, 1, 2, 0], [-1, 2, -1, -1]])
+    return {"x": torch.randn(BATCH, 4, 4, generator=generator), "labels": labels}
+
+
+@pytest.mark.parametrize("form", ["where", "pair", "written"])
+def test_tokens_of_places_are_those_of_one_process(form: str) -> None:
+    torch.manual_seed(0)
+    model, batch = LabelledTokens(form).double(), _tokens()
+    batch["x"] = batch["x"].double()
+    with float64_everywhere():
+        captured = capture(model, batch)
+    program = emit_uniform(captured, UniformStrategy(dp=2, tp=2), BATCH)
+    for errors in errors_of_a_step(model, batch, captured, program):
+        assert max(errors.values()) < 1e-12
+
+
+@pytest.mark.parametrize("form", ["exchanged", "rows alone"])
+def test_one_of_several_indices_is_refused(form: str) -> None:
+    with pytest.raises(CaptureError, match="torch.where gives a shape or a number"):
+        capture(LabelledTokens(form), _tokens())
+
+
 @pytest.mark.parametrize("form", ["gathered", "indexed"])
 def test_rows_of_places_are_those_of_one_process(form: str) -> None:
     torch.manual_seed(0)
