@@ -294,7 +294,7 @@ def leaf(kind: str, model: Any, h: Tensor) -> Tensor:
     return made[kind]()
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     leaves=st.lists(st.sampled_from(LEAVES), min_size=1, max_size=3),
     place=st.sampled_from(("kept", "pair", "by_size", "table", "later")),
