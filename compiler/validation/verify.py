@@ -37,7 +37,7 @@ from meshfold.torch_compat.pytree import flat, map_leaves
 from meshfold.training.compiled_model import CompiledModel
 from meshfold.training.shards.local_gradient import local_tensor
 from meshfold.validation.alike_draws import without_dropout
-from meshfold.validation.captured import captured_as_planned
+from meshfold.validation.captured import captured_alike, captured_as_planned, rounded_alike
 from meshfold.validation.captured_alone import capture_difference, captured_step
 from meshfold.validation.collective_order import (
     StartedCollective,
@@ -128,7 +128,6 @@ def _compare(_: Report, plan_text: str, model: str | Configuration) -> _Compared
 def compare_on_this_rank(plan: Plan, captured: Captured, built: BuiltModel) -> _Compared:
     """Runs the plan and the model itself. Every rank of the default process group calls it;
     `_report` takes what they return. The model of `built` becomes float64 and is trained."""
-    captured = _exact(captured)
     built = replace(
         built,
         model=built.model.double(),
@@ -138,6 +137,20 @@ def compare_on_this_rank(plan: Plan, captured: Captured, built: BuiltModel) -> _
     # A factory that ran its model leaves gradients, which the compiled model does not begin with.
     built.model.zero_grad()
     _take_from_first_rank(built)
+    compared, blamed = _compared_as_captured(plan, _exact(captured), built)
+    if blamed:
+        with float64_everywhere():
+            wide = _exact(captured_alike(plan, built))
+        if rounded_alike(wide, _exact(captured)):
+            compared, blamed = _compared_as_captured(plan, wide, built)
+    return replace(compared, first_divergence=blamed) if blamed else compared
+
+
+def _compared_as_captured(
+    plan: Plan, captured: Captured, built: BuiltModel
+) -> tuple[_Compared, str]:
+    """captured: in float64. And what the captured program does otherwise than the model, if that is
+    why they differ."""
     output = captured.graph.outputs[0].name
     compiled = _bound(plan, built, captured)
     assert compiled.rank_mesh is not None
@@ -161,16 +174,16 @@ def compare_on_this_rank(plan: Plan, captured: Captured, built: BuiltModel) -> _
     losses = eager_loss.sum().item(), loss.sum().item()
     compared = _Compared(*losses, gradients, parameters, tuple(calls), outputs=outputs)
     if _together(plan, compared).passed:
-        return compared
+        return compared, ""
     compared, passed = _with_rounding(compared, plan, built, output, initial)
     if passed:
-        return compared
+        return compared, ""
     if blamed := _capture_difference(built, captured, output):
-        return replace(compared, first_divergence=blamed)
+        return compared, blamed
     # The first divergence is found along a forward pass, which a pipeline has none of.
     if plan.schedule:
-        return compared
-    return replace(compared, first_divergence=_first_divergence(plan, built, captured))
+        return compared, ""
+    return replace(compared, first_divergence=_first_divergence(plan, built, captured)), ""
 
 
 def _bound(plan: Plan, built: BuiltModel, captured: Captured) -> CompiledModel:

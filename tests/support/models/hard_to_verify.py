@@ -48,6 +48,24 @@ def after_a_backward() -> Built:
     return model, batch
 
 
+class Decayed(nn.Module):
+    """Reads numbers back from torch, which rounds them to the default dtype, and keeps a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = torch.tensor([1 / 3, 0.1] * (WIDTH // 2))
+        for rate in torch.linspace(0, 1, 4).tolist():
+            x = x + self.layer(x * weights) * (1 - rate)
+        return x.square().mean()
+
+
+def decayed() -> Built:
+    return Decayed(), _rows(4, 4)
+
+
 class Trainer(nn.Module):
     """A wrapper that gives the loss alone, and whose own configuration is of another kind."""
 
