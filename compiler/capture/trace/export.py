@@ -337,13 +337,20 @@ def explain_failure(watch: _Watch) -> Iterator[None]:
     except Exception as error:
         op = watch.failed or watch.gradients.asked or "the model"
         reason = str(error).strip().split("\n")[0] or type(error).__name__
+        source = user_line(reversed([*traceback.walk_tb(error.__traceback__)]))
+        if "data-dependent expression" in reason:
+            raise refused_number(op, source) from error
+        if "functorch" in reason or "_unwrap_for_grad" in op:
+            op, reason = "torch.func", "it takes a gradient inside of forward"
         if lacks_fake(error):
             reason = "it has no fake implementation, which says what it returns without running it"
-        repair = watch.gradients.repair() or _repair(reason, error)
+        repair = _repair(reason, error)
+        if op != "torch.func":
+            repair = watch.gradients.repair() or repair
         raise CaptureError(
             f"{op} cannot be captured: {reason}; {repair}",
             op=op,
-            source=user_line(reversed([*traceback.walk_tb(error.__traceback__)])),
+            source=source,
         ) from error
 
 
@@ -362,6 +369,8 @@ def _repair(reason: str, error: Exception) -> str:
             "compute both sides of a torch.cond and choose by torch.where; write while_loop and "
             "scan as Python loops of fixed length"
         )
+    if "takes a gradient inside" in reason:
+        return "write it by formula, with torch.func.jvp, or outside of the model"
     if "'NoneType' object" in reason:
         # As LongT5 and Switch Transformers make their mask of padding.
         return (

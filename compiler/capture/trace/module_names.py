@@ -1,9 +1,10 @@
 """Parameters that cannot be captured: torch.export puts their names into Python code as they are,
-and one that a lazy module has not made yet has no shape."""
+one that a lazy module has not made yet has no shape, and those of TorchScript are not seen."""
 
 from itertools import chain
 from keyword import iskeyword
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -24,7 +25,18 @@ def refuse_names(model: nn.Module) -> None:
 
 
 def refuse_lazy(model: nn.Module) -> None:
-    """Raises CaptureError for a parameter or buffer that is made in the first forward."""
+    """Raises CaptureError for a parameter or buffer that is made in the first forward, and for
+    modules of TorchScript that have any."""
+    for path, module in model.named_modules():
+        if (
+            isinstance(module, torch.jit.ScriptModule)
+            and next(module.parameters(), None) is not None
+        ):
+            raise CaptureError(
+                f"{path or type(module).__name__} is a module of TorchScript, whose parameters no "
+                "trace sees; use the module that it was made of",
+                op="torch.jit.ScriptModule",
+            )
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if is_lazy(tensor):
             raise CaptureError(

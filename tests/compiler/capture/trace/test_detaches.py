@@ -78,7 +78,10 @@ def of_what_is_kept(model: Any, x: Tensor) -> Any:
     ("penalty", "text"),
     [
         (of_the_input, r"goes back through results of ops.*torch\.func\.jvp.*test_detaches.py:"),
-        (of_a_function, r"goes through what a trace cannot take backward; write it by formula"),
+        (
+            of_a_function,
+            r"^torch.func cannot be captured: it takes a gradient .*; write it by",
+        ),
         (of_what_is_kept, r"requires_grad_ on a tensor that the model keeps .* nn\.Parameter"),
     ],
 )

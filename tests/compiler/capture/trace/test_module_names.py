@@ -38,3 +38,13 @@ def test_a_parameter_that_is_not_made_yet_is_refused() -> None:
     assert caught.value.op == "0.weight"
     lazy(torch.randn(2, 4))
     assert capture(lazy, {"input": torch.randn(2, 4)}).graph.num_ops > 1
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_modules_of_torch_script_are_refused_where_they_have_parameters() -> None:
+    def built(last: nn.Module) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.Flatten(0), torch.jit.script(last))
+
+    with pytest.raises(CaptureError, match=r"^2 is a module of TorchScript, .* made of"):
+        capture(built(nn.Linear(8, 1)), {"input": torch.randn(2, 4)})
+    assert capture(built(nn.GELU()), {"input": torch.randn(2, 4)}).graph.num_ops > 1

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 
 from meshfold.capture.pipeline import capture
+from meshfold.capture.trace.export import _Watch, explain_failure
+from meshfold.capture.trace.layer_drop import LayerDrops
+from meshfold.capture.trace.value_checks import ValueChecks
 from meshfold.errors import CaptureError, ValueCheckError
 from meshfold.ir.strategy import UniformStrategy
 from meshfold.validation.float64_mode import float64_everywhere
@@ -135,6 +138,14 @@ def test_a_check_whose_exception_is_caught_is_a_branch(check: Any) -> None:
         assert capture(Checked(checks.passed_on), X).graph.notes
     except OverflowError:
         pytest.fail("nothing is raised here, and what catches around a capture is not the model's")
+
+
+def test_what_torch_says_of_values_is_said_in_our_words() -> None:
+    watch = _Watch(LayerDrops(skips=False), ValueChecks(), None)
+    watch.failed = "torch.multinomial"
+    text = "torch.multinomial gives a shape or a number that depends on values"
+    with pytest.raises(CaptureError, match=text), explain_failure(watch):
+        raise RuntimeError("Could not guard on data-dependent expression u0 > 3 (unhinted: u0 > 3)")
 
 
 def test_a_number_that_is_kept_for_the_next_call_is_refused() -> None:
