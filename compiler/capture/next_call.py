@@ -61,16 +61,20 @@ def refuse_other_next_call(
     changed, kept, held = trace.changed, trace.kept, trace.held
     if not (changed or kept or held):
         return
+    second = TracedCall(num_calls=2)
     try:
         if again(_call_after(changed, kept)):
             changed, kept = {}, {}
+        # As Hugging Face sets a flag beside the hooks that it installs.
+        elif changed and again(second):
+            return
         elif changed and kept and again(_call_after(changed, {})):
             changed = {}
     except NewModulesError:
         # As BigBird does, which puts another attention in place for short sequences.
-        if again(TracedCall(num_calls=2)):
+        if again(second):
             return
-    if held and not changed and not kept and again(TracedCall(num_calls=2)):
+    if held and not changed and not kept and again(second):
         return
     if kept and not held and _holds(is_same_with_caches):
         return

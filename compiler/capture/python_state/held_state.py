@@ -16,6 +16,7 @@ from torch import nn
 
 from meshfold.capture.python_state.buffers import alike
 from meshfold.capture.python_state.snapshots import (
+    OWN_OF_MODULES,
     Snapshot,
     attributes_of,
     is_of_user,
@@ -35,6 +36,10 @@ _MOST = 64
 """Entries of the longest container that is looked at."""
 _DEPTH = 4
 """Of containers in containers."""
+_OF_GRAPHS = frozenset(("_parameters", "_buffers", "_flat_weights", "_flat_weight_refs"))
+"""What modules of torch keep their parameters and buffers in: a graph has these."""
+_TABLES = _OF_GRAPHS | OWN_OF_MODULES - {"training"}
+"""What else they keep beside what a user gives them."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class _Holder:
     @property
     def values(self) -> Mapping[str, Any]:
         if isinstance(self.owner, nn.Module):
-            return {name: x for name, x in vars(self.owner).items() if not name.startswith("_")}
+            return {name: x for name, x in vars(self.owner).items() if name not in _TABLES}
         return self.owner if isinstance(self.owner, dict) else getattr(self.owner, "__dict__", {})
 
     def write(self, name: str, value: Any) -> None:
@@ -166,10 +171,6 @@ def _fresh(value: Any, like: Callable[[torch.Tensor], torch.Tensor], depth: int 
     if depth and type(value) in (list, tuple):
         return type(value)(_fresh(entry, like, depth - 1) for entry in value)
     return value
-
-
-_OF_GRAPHS = frozenset(("_parameters", "_buffers", "_flat_weights"))
-"""What modules of torch keep their parameters and buffers in: a graph has these."""
 
 
 class HeldState:

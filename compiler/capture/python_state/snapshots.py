@@ -42,7 +42,7 @@ _HOLDERS = (
 """Classes of the standard library whose objects are opened as those of a user are."""
 
 _OWN_OF_TYPES = frozenset(("__dict__", "__weakref__", "__abstractmethods__", "_abc_impl"))
-_OWN_OF_MODULES = frozenset(vars(nn.Module()))
+OWN_OF_MODULES = frozenset(vars(nn.Module()))
 _FOLLOWED = ("_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
 _DEPTH = 7
 _DEPTH_OF_SHARED = 5
@@ -243,7 +243,7 @@ def _globals(owner: dict[str, Any]) -> Content:
 def _module(owner: dict[str, Any]) -> Content:
     """Without torch's own tables, but for tensors, whose versions change, and hooks, which keep
     things. (That tables grow is seen by meshfold.capture.dedup.structure.)"""
-    found = {name: x for name, x in owner.items() if name not in _OWN_OF_MODULES}
+    found = {name: x for name, x in owner.items() if name not in OWN_OF_MODULES}
     found.update((name, owner[name]) for name in _FOLLOWED if owner[name])
     return _entries(found)
 
@@ -251,7 +251,7 @@ def _module(owner: dict[str, Any]) -> Content:
 def _root_reader(root: dict[str, Any]) -> "_Reader":
     if "__builtins__" in root:
         return _globals
-    return _module if root.keys() >= _OWN_OF_MODULES else _entries
+    return _module if root.keys() >= OWN_OF_MODULES else _entries
 
 
 def _items(owner: Iterable[Any]) -> Content:
@@ -362,7 +362,7 @@ def _write(owner: Any, read: _Reader, content: Content) -> None:
     elif read is _class_attributes:
         _write_class(owner, dict(zip(keys, values, strict=True)))
     elif read in (_entries, _globals, _module):
-        shown = set(read(owner)[0]) - (_OWN_OF_MODULES if read is _module else set())
+        shown = set(read(owner)[0]) - (OWN_OF_MODULES if read is _module else set())
         if read is _globals:  # a submodule that was imported meanwhile stays one
             shown -= {k for k, x in owner.items() if isinstance(x, ModuleType)} - set(keys)
         hidden = [key for key in owner if key not in shown and key not in keys]

@@ -206,7 +206,6 @@ _NUMBERS: Mapping[Any, Callable[[Any], Any]] = {
     torch.Tensor.__float__: float,
     torch.Tensor.__int__: operator.index,
     torch.Tensor.__index__: operator.index,
-    torch.Tensor.numpy: operator.index,
 }
 """Functions of torch that give numbers, and how what they give is read: at once."""
 

@@ -47,6 +47,8 @@ class Model(Linears):
         self.register_buffer("later", None, persistent=False)
         self.register_buffer("longer", torch.zeros(0), persistent=False)
         self.kept: Tensor | None = None
+        self._tables: dict[Any, Tensor] = {}
+        self.lstm = nn.LSTM(4, 4)
 
     @functools.cached_property
     def window(self) -> Tensor:
@@ -108,6 +110,18 @@ def sliced_and_detached(model: Model, h: Tensor) -> Tensor:
         table[0::2] = torch.arange(2).float().sin()
         model.kept = table
     return h + model.kept[:4].detach()
+
+
+def in_private(model: Model, h: Tensor) -> Tensor:
+    key = h.shape[-1], h.dtype
+    if key not in model._tables:
+        model._tables[key] = torch.arange(h.shape[-1]).float()
+    return h + model._tables[key]
+
+
+def beside_an_lstm(model: Model, h: Tensor) -> Tensor:
+    """Which sets its own list of weights anew."""
+    return mask_of_a_size(model, model.lstm(h)[0])
 
 
 def statistics_beside(model: Model, h: Tensor) -> Tensor:
@@ -191,6 +205,8 @@ CACHES = [
     registered_later,
     grown_buffer,
     sliced_and_detached,
+    in_private,
+    beside_an_lstm,
     statistics_beside,
 ]
 OTHERS = {

@@ -39,8 +39,7 @@ def without_notes(graph: FoldedGraph) -> FoldedGraph:
 @pytest.fixture(autouse=True)
 def counters_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models that count are refused after their capture; here it is the capture that matters."""
-    monkeypatch.setattr(pipeline, "refuse_changing_state", lambda *_: None)
-    monkeypatch.setattr(pipeline, "refuse_kept_tensors", lambda *_: None)
+    monkeypatch.setattr(pipeline, "refuse_other_next_call", lambda *_: None)
 
 
 @pytest.fixture

@@ -218,8 +218,9 @@ def test_a_hook_that_keeps_what_it_sees(kind: str) -> None:
 def test_a_layer_that_keeps_what_it_computes(habit: str) -> None:
     sink = Sink("list", "act")
     notes = assert_captured_or_refused(lambda: Model(sink, frozenset([habit]), "none", "act"))
-    # What has grown by the next call is returned by it.
-    words = "in full" if habit != "attribute" else "forward changes what layers.0.kept holds"
+    # What has grown by the next call is returned by it; what is there is not multiplied with again.
+    changed = {"attribute": "kept", "lazy buffer": "scale"}.get(habit)
+    words = f"forward changes what layers.0.{changed} holds" if changed else "in full"
     assert any(words in note for note in notes)
 
 
