@@ -24,6 +24,20 @@ class Asked(Protocol):
         """The same, which may outlive forward."""
 
 
+def _comparison(function: Callable[..., Tensor]) -> Any:
+    def call(self: "Number", other: Any) -> bool:
+        return self._compared(function, other)
+
+    return call
+
+
+def _arithmetic(function: Callable[..., Tensor]) -> Any:
+    def call(self: "Number", *others: Any) -> "Number":
+        return self._made(function, *others)
+
+    return call
+
+
 class Number:
     """x.item() of a tensor without values. Comparisons of it are answered in assertions, it may be
     kept and printed; all else that needs a number raises CaptureError. make: computes the tensor
@@ -67,62 +81,18 @@ class Number:
     def _compared(self, function: Callable[..., Tensor], other: Any) -> bool:
         return self.checks.compared(function(self.tensor, _plain(other)))
 
-    def __lt__(self, other: Any) -> bool:
-        return self._compared(operator.lt, other)
-
-    def __le__(self, other: Any) -> bool:
-        return self._compared(operator.le, other)
-
-    def __gt__(self, other: Any) -> bool:
-        return self._compared(operator.gt, other)
-
-    def __ge__(self, other: Any) -> bool:
-        return self._compared(operator.ge, other)
-
-    def __eq__(self, other: object) -> bool:
-        return self._compared(operator.eq, other)
-
-    def __ne__(self, other: object) -> bool:
-        return self._compared(operator.ne, other)
-
     def __bool__(self) -> bool:
         return self._compared(operator.ne, 0)
 
-    def __add__(self, other: Any) -> "Number":
-        return self._made(operator.add, other)
-
-    def __radd__(self, other: Any) -> "Number":
-        return self._made(operator.add, other)
-
-    def __sub__(self, other: Any) -> "Number":
-        return self._made(operator.sub, other)
-
-    def __rsub__(self, other: Any) -> "Number":
-        return self._made(lambda x, y: y - x, other)
-
-    def __mul__(self, other: Any) -> "Number":
-        return self._made(operator.mul, other)
-
-    def __rmul__(self, other: Any) -> "Number":
-        return self._made(operator.mul, other)
-
-    def __truediv__(self, other: Any) -> "Number":
-        return self._made(operator.truediv, other)
-
-    def __floordiv__(self, other: Any) -> "Number":
-        return self._made(operator.floordiv, other)
-
-    def __mod__(self, other: Any) -> "Number":
-        return self._made(operator.mod, other)
-
-    def __pow__(self, other: Any) -> "Number":
-        return self._made(operator.pow, other)
-
-    def __abs__(self) -> "Number":
-        return self._made(abs)
-
-    def __neg__(self) -> "Number":
-        return self._made(operator.neg)
+    __lt__, __le__ = _comparison(operator.lt), _comparison(operator.le)
+    __gt__, __ge__ = _comparison(operator.gt), _comparison(operator.ge)
+    __eq__, __ne__ = _comparison(operator.eq), _comparison(operator.ne)
+    __add__ = __radd__ = _arithmetic(operator.add)
+    __mul__ = __rmul__ = _arithmetic(operator.mul)
+    __sub__, __rsub__ = _arithmetic(operator.sub), _arithmetic(lambda x, y: y - x)
+    __truediv__, __floordiv__ = _arithmetic(operator.truediv), _arithmetic(operator.floordiv)
+    __mod__, __pow__ = _arithmetic(operator.mod), _arithmetic(operator.pow)
+    __neg__, __abs__ = _arithmetic(operator.neg), _arithmetic(abs)
 
     def __round__(self, digits: int = 0) -> "Number":
         return self._made(lambda x: torch.round(x, decimals=digits))
