@@ -127,16 +127,17 @@ def _copied(value: Any) -> Any:
 
 
 def set_values(model: nn.Module, values: Mapping[tuple[str, str], Any]) -> None:
-    """Set what the keys of State name. Raises NewModulesError for a module that is not there."""
-    paths = dict(model.named_modules())
-    if any(path not in paths for path, _ in values):
-        raise NewModulesError
-    for holder in list(_holders(model)):
-        for (path, name), value in values.items():
-            last = name.removeprefix(holder.prefix)
-            is_own = path == holder.path and name.startswith(holder.prefix)
-            if is_own and not {".", ":"}.intersection(last):
-                holder.write(last, value)
+    """Set what the keys of State name. Raises NewModulesError for a module, or an object in one,
+    that is not there."""
+    if not values:
+        return
+    holders = {(holder.path, holder.prefix): holder for holder in _holders(model)}
+    for (path, name), value in values.items():
+        start = max(name.rfind("."), name.rfind(":")) + 1
+        holder = holders.get((path, name[:start]))
+        if holder is None:
+            raise NewModulesError
+        holder.write(name[start:], value)
 
 
 def _leaves(value: Any, depth: int = _DEPTH) -> list[torch.Tensor]:
@@ -209,7 +210,7 @@ class HeldState:
 
 
 class NewModulesError(Exception):
-    """Forward has made modules that a fresh copy of the model does not have."""
+    """Forward has made modules or objects that a fresh copy of the model does not have."""
 
 
 def fresh_kept(kept: Kept, like: Callable[[torch.Tensor], torch.Tensor]) -> Kept:

@@ -3,7 +3,7 @@ step, until somebody loads other buffers. Forward may compute such a value in it
 read it in those that follow (masks, tables of positions, windows)."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,6 @@ from meshfold.capture.trace.raw_program import (
     SHAPE_ONLY,
     Key,
     Operand,
-    RawArg,
     RawOp,
     RawProgram,
 )
@@ -47,7 +46,6 @@ def lasting_values(program: RawProgram) -> dict[Key, Source]:
 def _made(op: RawOp, program: RawProgram, known: Mapping[Key, Source]) -> dict[str, Source]:
     """What stands for the results of an op; nothing where they may differ from step to step."""
     args = op.args[1:] if op.target in SHAPE_ONLY else op.args
-    kwargs = op.kwargs
     operands = list(replace(op, args=args).operands)
     if op.custom is not None or any(key not in known for key in operands):
         return {}
@@ -55,7 +53,7 @@ def _made(op: RawOp, program: RawProgram, known: Mapping[Key, Source]) -> dict[s
         return {}
     if op.target in _SAME or _casts_to_nothing_else(op, program):
         return {op.outputs[0]: known[operands[0]]}
-    formula = op.target, _read(args, known), _read(kwargs, known)
+    formula = op.target, _mapped((args, op.kwargs), known.__getitem__)
     found = {}
     for k, key in enumerate(op.outputs):
         value = program.values[key]
@@ -72,11 +70,11 @@ def _casts_to_nothing_else(op: RawOp, program: RawProgram) -> bool:
     return program.values[op.args[0].key].dtype == program.values[op.outputs[0]].dtype
 
 
-def _read(arg: Any, known: Mapping[Key, Source]) -> Any:
-    """Arguments with what stands for their operands."""
+def _mapped(arg: Any, of: Callable[[Key], Any]) -> Any:
+    """Arguments with `of(key)` in place of their operands."""
     if isinstance(arg, Operand):
-        return known[arg.key]
-    return tuple(_read(a, known) for a in arg) if isinstance(arg, tuple) else arg
+        return of(arg.key)
+    return tuple(_mapped(a, of) for a in arg) if isinstance(arg, tuple) else arg
 
 
 def with_lasting_values(program: RawProgram) -> RawProgram:
@@ -87,17 +85,11 @@ def with_lasting_values(program: RawProgram) -> RawProgram:
     for key, source in known.items():
         values.setdefault(source, program.values[key])
 
-    def changed(arg: RawArg) -> RawArg:
-        if isinstance(arg, Operand):
-            return Operand(known.get(arg.key, arg.key))
-        return tuple(map(changed, arg)) if isinstance(arg, tuple) else arg
+    def taken(key: Key) -> Operand:
+        return Operand(known.get(key, key))
 
     ops = [
-        replace(
-            op,
-            args=tuple(map(changed, op.args)),
-            kwargs=tuple((name, changed(arg)) for name, arg in op.kwargs),
-        )
+        replace(op, args=_mapped(op.args, taken), kwargs=_mapped(op.kwargs, taken))
         for op in program.ops
         if known.keys().isdisjoint(op.outputs)
     ]

@@ -81,16 +81,22 @@ def _tokens() -> dict[str, Tensor]:
     return {"x": torch.randn(BATCH, 4, 4, generator=generator), "labels": labels}
 
 
+def assert_as_in_one_process(
+    model: nn.Module, batch: dict[str, Tensor], *strategies: UniformStrategy
+) -> None:
+    batch["x"] = batch["x"].double()
+    with float64_everywhere():
+        captured = capture(model.double(), batch)
+    for strategy in strategies:
+        program = emit_uniform(captured, strategy, BATCH)
+        for errors in errors_of_a_step(model, batch, captured, program):
+            assert max(errors.values()) < 1e-12
+
+
 @pytest.mark.parametrize("form", ["where", "pair", "written"])
 def test_tokens_of_places_are_those_of_one_process(form: str) -> None:
     torch.manual_seed(0)
-    model, batch = LabelledTokens(form).double(), _tokens()
-    batch["x"] = batch["x"].double()
-    with float64_everywhere():
-        captured = capture(model, batch)
-    program = emit_uniform(captured, UniformStrategy(dp=2, tp=2), BATCH)
-    for errors in errors_of_a_step(model, batch, captured, program):
-        assert max(errors.values()) < 1e-12
+    assert_as_in_one_process(LabelledTokens(form), _tokens(), UniformStrategy(dp=2, tp=2))
 
 
 @pytest.mark.parametrize("form", ["exchanged", "rows alone"])
@@ -102,14 +108,8 @@ def test_one_of_several_indices_is_refused(form: str) -> None:
 @pytest.mark.parametrize("form", ["gathered", "indexed"])
 def test_rows_of_places_are_those_of_one_process(form: str) -> None:
     torch.manual_seed(0)
-    model, batch = Labelled(form).double(), _batch()
-    batch["x"] = batch["x"].double()
-    with float64_everywhere():
-        captured = capture(model, batch)
-    for strategy in (UniformStrategy(dp=2, zero=3), UniformStrategy(dp=2, tp=2)):
-        program = emit_uniform(captured, strategy, BATCH)
-        for errors in errors_of_a_step(model, batch, captured, program):
-            assert max(errors.values()) < 1e-12
+    strategies = UniformStrategy(dp=2, zero=3), UniformStrategy(dp=2, tp=2)
+    assert_as_in_one_process(Labelled(form), _batch(), *strategies)
 
 
 def test_a_batch_without_a_row_is_refused_by_the_step() -> None:
