@@ -22,6 +22,7 @@ from meshfold.capture.custom_ops.annotate import with_custom_ops
 from meshfold.capture.dedup.expand import expand_calls
 from meshfold.capture.dedup.modules import Child, find_children, wrapped
 from meshfold.capture.dedup.tracer import CallPlan, CallTracer, plan_calls, strip
+from meshfold.capture.gradients.route import NextStepError, Route
 from meshfold.capture.known_values.fixed_inputs import fixed_note, graph_structure
 from meshfold.capture.known_values.known_tensors import KnownTensors
 from meshfold.capture.known_values.refusals import refused_branch
@@ -48,7 +49,8 @@ from meshfold.capture.rewrites.refusals import refuse_draws, refuse_steps
 from meshfold.capture.rewrites.rms_norms import with_norms
 from meshfold.capture.rewrites.skipped_layers import with_skips
 from meshfold.capture.trace.checkpointed_calls import CheckpointedCalls, plain_checkpoints
-from meshfold.capture.trace.export import Exported, RetraceError, export_fake
+from meshfold.capture.trace.export import Exported, export_fake
+from meshfold.capture.trace.failures import RetraceError
 from meshfold.capture.trace.fake_model import (
     ExampleInputs,
     FakeCopy,
@@ -199,15 +201,22 @@ def _capture(
     refuse_names(model)
     precision = wanted.precision
     names = model_names(model, precision)
-    functions = FunctionCalls(wanted.rules)
+    functions, route = FunctionCalls(wanted.rules), Route()
 
     def traced(has_calls: bool, note: str = "", call: TracedCall = FIRST_CALL) -> _Trace:
+        try:
+            return traced_once(has_calls, note, call)
+        except NextStepError:
+            shared.restore()
+            return traced(has_calls, note, call)
+
+    def traced_once(has_calls: bool, note: str, call: TracedCall) -> _Trace:
         fake = fake_copy(model, precision)
         call.prepare(fake.module)
         inputs = flatten_inputs(example_inputs, fake.mode, precision, wanted.loss_fn, wanted.fixed)
         fixed = [fixed_note(*item) for item in inputs.fixed.items()]
         notes = (*fake.notes, *filter(None, [note]), *fixed)
-        fake = replace(fake, notes=notes, functions=functions)
+        fake = replace(fake, notes=notes, functions=functions, route=route)
         children = find_children(fake.module) if has_calls and not fixed else []
         return _trace(fake, inputs, names, children, wanted, call)
 
@@ -354,7 +363,11 @@ def _fold(
     plain = plain_masks(plain_indices(program))
     routed = with_dispatch(join_experts(share_scatters(_lean(plain))))
     refuse_draws(routed)
-    noted = number(routed, names, inputs.infos, (*notes, *exported.notes))
+    infos = tuple(
+        replace(info, is_differentiated=is_differentiated)
+        for info, is_differentiated in zip(inputs.infos, exported.differentiated, strict=True)
+    )
+    noted = number(routed, names, infos, (*notes, *exported.notes))
     flat = with_custom_ops(noted, rules)
     if not flat.graph.num_ops:
         raise CaptureError("the model computes nothing; return a loss that its ops make")

@@ -296,11 +296,13 @@ class BufferInfo:
 
 @dataclass(frozen=True, slots=True)
 class InputInfo:
-    """A tensor input. `name` is its path in the keyword arguments ("input_ids")."""
+    """A tensor input. `name` is its path in the keyword arguments ("input_ids").
+    is_differentiated: whether forward takes gradients of it, so that it may require one."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    is_differentiated: bool = field(default=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

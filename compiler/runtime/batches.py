@@ -55,7 +55,9 @@ class BatchReader:
         self.refuse_arguments(batch)
         tensors = self._tensors(batch)
         for name, value in tensors.items():
-            _refuse_tensor(name, value)
+            if name in self.infos and self.infos[name].is_differentiated:
+                tensors[name] = value.detach()  # forward takes that gradient, and nobody adds to it
+            _refuse_tensor(name, tensors[name])
         local = {name: self._is_local(name, value) for name, value in tensors.items()}
         dtypes = {name: torch_dtype(info.dtype) for name, info in self.infos.items()}
         placed = {n: value.to(self.mesh.device, dtypes[n]) for n, value in tensors.items()}

@@ -1,9 +1,11 @@
 """Lines of the user's code, for messages: files that are not torch, meshfold or Python itself."""
 
+import inspect
 import os
 import re
 import sysconfig
 from collections.abc import Iterable
+from tokenize import TokenError
 from types import FrameType
 
 import torch
@@ -47,3 +49,11 @@ def line_in(stack_trace: str) -> str:
         if is_user_file(name):
             return f"{name}:{line}"
     return ""
+
+
+def definition(function: type) -> str:
+    """ "file:line" of a class, "" without source."""
+    try:
+        return f"{inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]}"
+    except (OSError, TypeError, TokenError):
+        return ""

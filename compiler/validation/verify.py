@@ -341,7 +341,8 @@ def _double(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 def _wide(value: Tensor) -> Tensor:
     """A copy, in float64 if a float."""
-    return value.to(torch.float64 if value.is_floating_point() else value.dtype, copy=True)
+    dtype = torch.float64 if value.is_floating_point() else value.dtype
+    return value.detach().to(dtype, copy=True).requires_grad_(value.requires_grad)
 
 
 def _eager_step(built: BuiltModel, output: str, scale: float = 1.0) -> Tensor:

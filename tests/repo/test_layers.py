@@ -57,6 +57,7 @@ ORDER = (
     "meshfold.capture.known_values",
     "meshfold.capture.masked_rows",
     "meshfold.capture.python_state",
+    "meshfold.capture.gradients",
     "meshfold.capture.trace",
     "meshfold.capture.dedup",
     "meshfold.capture.rewrites",

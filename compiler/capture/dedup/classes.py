@@ -31,7 +31,7 @@ from meshfold.capture.dedup.modules import Child
 from meshfold.capture.dedup.read_sets import Recorder, Recording
 from meshfold.capture.dedup.structure import Hooks
 from meshfold.capture.python_state.snapshots import Snapshot, attributes_of
-from meshfold.capture.trace.export import RetraceError
+from meshfold.capture.trace.failures import RetraceError
 from meshfold.capture.trace.tensor_facts import TensorFacts, empty_results, tensor_facts
 from meshfold.torch_compat.pytree import TensorSlot, fill_slots, map_leaves
 

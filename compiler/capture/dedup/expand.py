@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from meshfold.capture.dedup.graph_ops import CALLS, MARK, CallLabel, MarkLabel
-from meshfold.capture.trace.export import RetraceError
+from meshfold.capture.trace.failures import RetraceError
 from meshfold.capture.trace.fake_model import Names
 from meshfold.capture.trace.raw_program import Key, Operand, RawArg, RawOp, RawProgram
 from meshfold.ir.op_graph import Source, SourceKind

@@ -29,9 +29,9 @@ from meshfold.capture.dedup.classes import (
 from meshfold.capture.dedup.graph_ops import CallLabel, MarkLabel, call, mark
 from meshfold.capture.dedup.modules import Child, wrapped
 from meshfold.capture.dedup.structure import Structure
+from meshfold.capture.gradients.inner import NoInnerGradients
 from meshfold.capture.python_state.snapshots import Snapshot, attributes_of, shared_state
-from meshfold.capture.trace.detaches import NoInnerGradients
-from meshfold.capture.trace.export import RetraceError
+from meshfold.capture.trace.failures import RetraceError
 from meshfold.capture.trace.fake_model import ExampleInputs, FakeCopy
 from meshfold.capture.trace.value_checks import Answering, ValueChecks
 from meshfold.torch_compat.autograd_functions import functions_met

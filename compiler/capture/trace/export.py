@@ -5,7 +5,7 @@ keeps linear, attention, norms and losses as single ops, and writes composite op
 (hstack, linalg.norm, prelu) in the ops that torch makes them of. Three things need care:
 
 detaches          run_decompositions silently drops no_grad blocks and detach_; explicit
-                  `detach` ops go in before it (meshfold.capture.trace.detaches).
+                  `detach` ops go in before it (meshfold.capture.gradients.detaches).
 hidden state      a branch on a tensor's value, a draw from Python's or numpy's generator and a
                   Function of torch's own would each be baked in or lost: refused, with the line.
                   (A custom autograd.Function is one op: meshfold.capture.trace.functions.)
@@ -28,6 +28,13 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
+from meshfold.capture.gradients.detaches import (
+    refuse_lost_gradients,
+    refuse_severed,
+    write_detaches,
+)
+from meshfold.capture.gradients.inner import InnerGradients
+from meshfold.capture.gradients.route import Route
 from meshfold.capture.known_values.known_tensors import KnownTensors
 from meshfold.capture.known_values.refusals import (
     function_name,
@@ -51,11 +58,7 @@ from meshfold.capture.python_state.lost_calls import (
     refuse_saved_tensor_hooks,
 )
 from meshfold.capture.python_state.outside_world import refuse_hidden_draws, refuse_seeding
-from meshfold.capture.trace.detaches import (
-    InnerGradients,
-    refuse_lost_gradients,
-    write_detaches,
-)
+from meshfold.capture.trace.failures import explain_failure
 from meshfold.capture.trace.fake_model import ExampleInputs, FakeCopy
 from meshfold.capture.trace.functions import FunctionCall
 from meshfold.capture.trace.layer_drop import LayerDrops
@@ -71,10 +74,11 @@ from meshfold.torch_compat.fake_tensors import (
     as_exporting,
     casts_of_nothing,
     fake_like,
-    lacks_fake,
     lazy_graphs,
 )
+from meshfold.torch_compat.functional_gradients import functional_gradients
 from meshfold.torch_compat.source_lines import line_in, user_line
+from meshfold.torch_compat.traced_parts import read_kept_results
 
 SOURCE = "meshfold_source"
 MODEL = "model"
@@ -83,16 +87,13 @@ KEPT = "kept_"
 """Name, without a number, of a tensor that an earlier call has left."""
 
 
-class RetraceError(Exception):
-    """A shortcut of the tracing does not hold: trace without it. The text says why."""
-
-
 @dataclass(frozen=True)
 class Exported:
     """`chosen`: the tensors that the program returns, of the model's return value. `program` is in
     decomposed form; its ops carry "file:line" as meta custom[SOURCE]. `changed`: the plain state
     that forward changed; `kept`, `held`, `remade`: what else. `drops`: layers that a branch may
-    skip. `functions`: what its ops `meshfold::function` stand for. `notes`: what was left out."""
+    skip. `functions`: what its ops `meshfold::function` stand for. `notes`: what was left out.
+    `differentiated`: the inputs that forward takes gradients of."""
 
     program: ExportedProgram
     chosen: Chosen
@@ -103,16 +104,19 @@ class Exported:
     drops: LayerDrops
     functions: Sequence[FunctionCall] = ()
     notes: tuple[str, ...] = ()
+    differentiated: tuple[bool, ...] = ()
 
 
 class _Watch(Answering):
     """Refuses branches on values, and remembers which call failed for the error message."""
 
-    def __init__(self, drops: LayerDrops, checks: ValueChecks, known: KnownTensors | None) -> None:
+    def __init__(
+        self, drops: LayerDrops, checks: ValueChecks, known: KnownTensors | None, route: Route
+    ) -> None:
         super().__init__(checks, known)
         self.drops = drops
         self.data_reads = DataReads()
-        self.gradients = InnerGradients()
+        self.gradients = InnerGradients(route)
         self.failed = ""
 
     def __torch_function__(
@@ -130,7 +134,8 @@ class _Watch(Answering):
             return data
         refuse_call(func, args, kwargs or {}, _line)
         try:
-            result = super().__torch_function__(func, types, args, kwargs)
+            with self.gradients.going_back(func, args, kwargs or {}):
+                result = super().__torch_function__(func, types, args, kwargs)
         except Exception:
             self.failed = self.failed or function_name(func)
             raise
@@ -174,6 +179,8 @@ class _Traced(nn.Module):
         held = HeldState(self.model)
         with (
             self.watch,
+            self.watch.gradients.route.traced(),
+            functional_gradients(),
             self.watch.drops.watching(),
             refuse_seeding(),
             refuse_saved_tensor_hooks(_line),
@@ -192,7 +199,9 @@ class _Traced(nn.Module):
             op = type(self.model).__name__
             raise CaptureError("the model returns no tensor; return its loss", op=op)
         leaves = self.watch.gradients.refuse_kept(self.model)
-        refuse_lost_gradients(named.values(), {*self.model.parameters(), *leaves})
+        self.report.differentiated = tuple(x.requires_grad for x in tensors)
+        known = {*self.model.parameters(), *leaves, *tensors}
+        self.report.reached = refuse_lost_gradients(named.values(), known)
         with self.watch:
             chosen = chosen_outputs(returned, self.report.returns)
         tensors_checked = self.watch.checks.kept(chosen.tensors)
@@ -214,6 +223,8 @@ class _Report:
         self.held = ""
         self.remade: Mapping[str, str] = {}
         self.chosen = Chosen({})
+        self.reached: set[torch.Tensor] = set()
+        self.differentiated: tuple[bool, ...] = ()
 
 
 def export_fake(
@@ -233,7 +244,7 @@ def export_fake(
 
     Raises CaptureError with op and source line.
     """
-    watch = _Watch(LayerDrops(call.skips), ValueChecks(runs=runs_checks), known)
+    watch = _Watch(LayerDrops(call.skips), ValueChecks(runs=runs_checks), known, fake.route)
     report = _Report(returns, marked, call)
     traced = _Traced(fake, inputs, watch, report)
 
@@ -258,14 +269,17 @@ def export_fake(
             refuse_valueless(program)
         watch.gradients.refuse_unseen(program.constants)
         _stamp_sources(program.graph_module)
+        read_kept_results(program.graph_module)
         write_detaches(program.graph_module)
+        if watch.gradients.asked:
+            refuse_severed(program, report.reached, dict(traced.named_parameters()))
         program = _decomposed(program)
     drops = watch.drops
     if drops.num_branches != drops.num_chosen and not call.skips:
         raise refused_branch("Tensor.__bool__", drops.source)
     met = tuple(fake.functions.calls), (*watch.checks.notes(), *watch.selections.notes())
     held = report.changed, report.kept, report.held, report.remade
-    return Exported(program, report.chosen, *held, drops, *met)
+    return Exported(program, report.chosen, *held, drops, *met, report.differentiated)
 
 
 def _decomposed(program: ExportedProgram) -> ExportedProgram:
@@ -325,67 +339,6 @@ def _quiet() -> Iterator[None]:
             "ignore", message=".*grad attribute of a Tensor that is not a leaf.*"
         )
         yield
-
-
-@contextmanager
-def explain_failure(watch: _Watch) -> Iterator[None]:
-    """Turn whatever goes wrong while tracing into a CaptureError with op and user line."""
-    try:
-        yield
-    except (CaptureError, RetraceError):
-        raise
-    except Exception as error:
-        op = watch.failed or watch.gradients.asked or "the model"
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        source = user_line(reversed([*traceback.walk_tb(error.__traceback__)]))
-        if "data-dependent expression" in reason:
-            raise refused_number(op, source) from error
-        if "functorch" in reason or "_unwrap_for_grad" in op:
-            op, reason = "torch.func", "it takes a gradient inside of forward"
-        if lacks_fake(error):
-            reason = "it has no fake implementation, which says what it returns without running it"
-        repair = _repair(reason, error)
-        if op != "torch.func":
-            repair = watch.gradients.repair() or repair
-        raise CaptureError(
-            f"{op} cannot be captured: {reason}; {repair}",
-            op=op,
-            source=source,
-        ) from error
-
-
-def _repair(reason: str, error: Exception) -> str:
-    """What to do next."""
-    if "fake implementation" in reason:
-        return "register one with torch.library.register_fake"
-    if any(_MATCHING in f.f_code.co_names for f, _ in traceback.walk_tb(error.__traceback__)):
-        return (
-            "a loss that matches predictions with labels (DETR and its kin) runs on the CPU, "
-            "outside of torch; capture the model without labels, and compute its loss from what "
-            "it returns"
-        )
-    if "higher order operator" in reason:
-        return (
-            "compute both sides of a torch.cond and choose by torch.where; write while_loop and "
-            "scan as Python loops of fixed length"
-        )
-    if "takes a gradient inside" in reason:
-        return "write it by formula, with torch.func.jvp, or outside of the model"
-    if "'NoneType' object" in reason:
-        # As LongT5 and Switch Transformers make their mask of padding.
-        return (
-            "something is None here that the model may make by itself only where nothing is "
-            "traced; pass it in example_inputs (an attention_mask, say), or run the model once "
-            "without meshfold to see whether it works at all"
-        )
-    return (
-        "write it with ops of fixed shape, or keep it out of the model (a loss can be computed "
-        "from the logits)"
-    )
-
-
-_MATCHING = "linear_sum_assignment"
-"""The function of scipy that finds the cheapest matching."""
 
 
 def _stamp_sources(module: fx.GraphModule) -> None:

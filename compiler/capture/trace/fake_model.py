@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from meshfold.capture.expert_loops.forms import without_loops
+from meshfold.capture.gradients.route import Route
 from meshfold.capture.known_values.fixed_inputs import fixed_inputs
 from meshfold.capture.trace.functions import FunctionCalls
 from meshfold.capture.trace.hugging_face import hugging_face_models, run_experts_as
@@ -44,12 +45,13 @@ class Names:
 @dataclass(frozen=True)
 class FakeCopy:
     """`module` runs under `mode`. `notes` tell what differs from the user's model. `functions`: the
-    calls of custom autograd.Functions that were met."""
+    calls of custom autograd.Functions that were met. `route`: of gradients inside of forward."""
 
     module: nn.Module
     mode: FakeTensorMode
     notes: tuple[str, ...]
     functions: FunctionCalls = field(default_factory=FunctionCalls)
+    route: Route = field(default_factory=Route)
 
 
 def model_names(model: nn.Module, precision: Precision = "model") -> Names:
@@ -171,7 +173,7 @@ def flatten_inputs(
             return value
         dtype = narrow_dtype(value.dtype, precision)
         infos.append(InputInfo(path, tuple(value.shape), dtype_name(dtype)))
-        tensors.append(fake_like(value.detach(), mode, dtype))
+        tensors.append(fake_like(value.detach(), mode, dtype).requires_grad_(value.requires_grad))
         return TensorSlot(len(tensors) - 1)
 
     template = map_named(strip, dict(example_inputs))

@@ -7,11 +7,9 @@ backward stays the user's code. Refused, with the line: what draws random number
 argument in place, and what cannot run without storage unless a rule says what it returns.
 """
 
-import inspect
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from tokenize import TokenError
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from meshfold.ops.functions import FunctionOp, packed
 from meshfold.torch_compat.autograd_functions import gradients_on_fakes, outside_of_tracing
 from meshfold.torch_compat.fake_tensors import fake_mode
 from meshfold.torch_compat.pytree import TensorSlot, fill_slots, map_leaves, map_named
+from meshfold.torch_compat.source_lines import definition
 
 FUNCTION = "meshfold.function.default"
 
@@ -209,11 +208,3 @@ def _refusal(op: FunctionOp, reason: str) -> CaptureError:
         op=op.__name__,
         source=definition(op.function),
     )
-
-
-def definition(function: type) -> str:
-    """ "file:line" of a class, "" without source."""
-    try:
-        return f"{inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]}"
-    except (OSError, TypeError, TokenError):
-        return ""

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 
 from meshfold.capture.pipeline import capture
-from meshfold.capture.trace.export import _Watch, explain_failure
+from meshfold.capture.trace.export import _Watch
+from meshfold.capture.trace.failures import explain_failure
 from meshfold.capture.trace.layer_drop import LayerDrops
 from meshfold.capture.trace.value_checks import ValueChecks
 from meshfold.errors import CaptureError, ValueCheckError

@@ -4,25 +4,19 @@ run_decompositions silently drops no_grad blocks and `detach_`: the values would
 gradients wrong. A no_grad block is inlined, with a `detach` on each float result. (Inlined also
 because ops of a block otherwise lose the modules that called them.) `detach_` becomes `detach`,
 and later readers of the same tensor read the detached one.
-
-What torch.autograd.grad computes in a forward is traced op by op. Without create_graph=True the
-results carry no gradient, which the traced ops know nothing of: they are detached. A tensor that
-`requires_grad_()` was called on keeps its gradient to itself, since nobody sees it afterwards.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import fx, nn
-from torch.overrides import TorchFunctionMode
+from torch import fx
+from torch.export import ExportedProgram
 
-from meshfold.capture.python_state.lost_calls import GRADIENT_MARKS
-from meshfold.capture.trace.functions import definition
+from meshfold.capture.gradients.parts import is_of_part
 from meshfold.errors import CaptureError
 from meshfold.torch_compat.autograd_functions import is_of_op
-from meshfold.torch_compat.fake_tensors import is_fake
-from meshfold.torch_compat.source_lines import line_in
+from meshfold.torch_compat.source_lines import definition, line_in
 
 _BLOCK = "wrap_with_set_grad_enabled"
 _DETACHES = (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
@@ -173,117 +167,20 @@ def _detached(graph: fx.Graph, value: fx.Node, after: fx.Node) -> fx.Node:
     return detached
 
 
-_PLACE_OF_CREATE_GRAPH = 4
-
-
-_OTHER_GRADIENTS = "write it by formula, with torch.func.jvp, or outside of the model"
-
-
-class InnerGradients:
-    """What a traced forward does with gradients. asked: the function that it computes them with,
-    at the line `source`."""
-
-    def __init__(self) -> None:
-        self.asked = self.source = ""
-        self._leaves: list[torch.Tensor] = []
-
-    def seen(
-        self,
-        func: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        result: Any,
-        line: Callable[[], str],
-    ) -> Any:
-        """The result of a call, without a gradient where torch gives it none."""
-        if func in GRADIENT_MARKS and not isinstance(args[0], nn.Parameter):
-            self._leaves.append(args[0])
-        if func is not torch.autograd.grad:
-            return result
-        self.asked, self.source = "torch.autograd.grad", self.source or line()
-        places = dict(enumerate(args))
-        if kwargs.get("create_graph", places.get(_PLACE_OF_CREATE_GRAPH)):
-            return result
-        return tuple(None if g is None else g.detach() for g in result)
-
-    def repair(self) -> str:
-        """What to do where a trace fails that computes gradients; "" for another one."""
-        return self.asked and (
-            "a gradient inside of forward goes through what a trace cannot take backward; "
-            + _OTHER_GRADIENTS
-        )
-
-    def refuse_unseen(self, constants: Mapping[str, Any]) -> None:
-        """Raises CaptureError where a gradient went through what the trace does not know: results
-        that autograd had kept, which are constants without values."""
-        if self.asked and any(map(is_fake, _tensors(constants))):
-            raise CaptureError(
-                f"{self.asked} inside of forward goes back through results of ops, which a trace "
-                f"does not see again; {_OTHER_GRADIENTS}",
-                op=self.asked,
-                source=self.source,
-            )
-
-    def refuse_kept(self, model: nn.Module) -> tuple[torch.Tensor, ...]:
-        """The tensors whose gradient ends with the call. Raises CaptureError for one that the
-        model keeps and is no parameter: an optimizer may have it."""
-        kept = {
-            id(value)
-            for module in model.modules()
-            for held in (*vars(module).values(), *module._buffers.values())
-            for value in _contents(held)
-        }
-        if any(id(leaf) in kept for leaf in self._leaves):
-            raise CaptureError(
-                "forward calls requires_grad_ on a tensor that the model keeps and that is no "
-                "parameter, so it would be frozen; register it as an nn.Parameter",
-                op="torch.Tensor.requires_grad_",
-            )
-        return tuple(self._leaves)
-
-    def refuse_accumulated(self, model: nn.Module, inputs: Iterable[torch.Tensor]) -> None:
-        """Raises CaptureError where forward has written to `.grad`, which no graph does:
-        torch.autograd.backward is no function that a mode sees, but it leaves this behind."""
-        named = {f"of {name}": parameter for name, parameter in model.named_parameters()}
-        others = dict.fromkeys((*self._leaves, *inputs), "of a tensor")
-        for tensor, whose in (*((p, n) for n, p in named.items()), *others.items()):
-            if tensor.is_leaf and tensor.grad is not None:
-                raise CaptureError(
-                    f"forward writes to .grad {whose}, by torch.autograd.backward or itself, which "
-                    "is lost in a graph; return a loss, and call backward outside",
-                    op="torch.autograd.backward",
-                )
-
-
-def _tensors(constants: Mapping[str, Any]) -> list[torch.Tensor]:
-    return [c for c in constants.values() if isinstance(c, torch.Tensor)]
-
-
-def _contents(held: Any) -> Iterable[Any]:
-    if isinstance(held, Mapping):
-        return held.values()
-    return held if isinstance(held, (list, tuple)) else (held,)
-
-
-class NoInnerGradients(TorchFunctionMode):
-    """Refuses torch.autograd.grad where layers are no ops that it could go through."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.autograd.grad:
-            raise CaptureError("forward calls torch.autograd.grad", op="torch.autograd.grad")
-        return func(*args, **(kwargs or {}))
-
-
-def refuse_lost_gradients(outputs: Iterable[torch.Tensor], known: set[torch.Tensor]) -> None:
+def refuse_lost_gradients(
+    outputs: Iterable[torch.Tensor], known: set[torch.Tensor]
+) -> set[torch.Tensor]:
     """Refuse what a graph would lose: the backward of an autograd.Function of torch's own, which
-    traces as its forward only, and the gradient of a parameter that is not registered."""
+    traces as its forward only, and the gradient of a parameter that is not registered. Returns the
+    leaves that get a gradient."""
+    reached: set[torch.Tensor] = set()
     stack: list[Any] = [t.grad_fn for t in outputs if t.grad_fn is not None]
     seen = set(stack)
     while stack:
         node = stack.pop()
-        if isinstance(node, torch.autograd.function.BackwardCFunction) and not is_of_op(node):
+        if isinstance(node, torch.autograd.function.BackwardCFunction) and not (
+            is_of_op(node) or is_of_part(node)
+        ):
             name = type(node).__name__.removesuffix("Backward")
             raise CaptureError(
                 f"{name} is a torch.autograd.Function, whose own backward a captured graph loses; "
@@ -292,6 +189,8 @@ def refuse_lost_gradients(outputs: Iterable[torch.Tensor], known: set[torch.Tens
                 source=definition(vars(type(node)).get("_forward_cls") or type(node)),
             )
         # Only the node that accumulates into a leaf has a variable.
+        if hasattr(node, "variable"):
+            reached.add(node.variable)
         if hasattr(node, "variable") and node.variable not in known:
             shape = tuple(node.variable.shape)
             raise CaptureError(
@@ -303,3 +202,28 @@ def refuse_lost_gradients(outputs: Iterable[torch.Tensor], known: set[torch.Tens
             if child is not None and child not in seen:
                 seen.add(child)
                 stack.append(child)
+    return reached
+
+
+def refuse_severed(
+    program: ExportedProgram, reached: set[torch.Tensor], parameters: Mapping[str, torch.Tensor]
+) -> None:
+    """Raises CaptureError where a parameter that gets a gradient of the model, one of `reached`,
+    gets none of the program. parameters: by their names in it."""
+    targets = {spec.arg.name: spec.target for spec in program.graph_signature.input_specs}
+    stack = [*program.graph.output_node().all_input_nodes]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        if node.target not in _DETACHES:
+            new = {n for n in node.all_input_nodes if n not in seen}
+            seen |= new
+            stack += new
+    found = {parameters.get(str(targets[n.name])) for n in seen if n.op == "placeholder"}
+    for name, parameter in parameters.items():
+        if parameter in reached and parameter not in found:
+            raise CaptureError(
+                f"a gradient inside of forward loses that of {name.partition('.')[2]} in a trace; "
+                "write it by formula, or outside of the model",
+                op="torch.autograd.grad",
+            )

@@ -1,0 +1,1 @@
+"""Gradients that a model takes inside of its forward."""

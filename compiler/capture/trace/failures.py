@@ -1,0 +1,95 @@
+"""What goes wrong while a model is traced, in words for its user."""
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from meshfold.capture.gradients.inner import InnerGradients
+from meshfold.capture.gradients.route import NextStepError
+from meshfold.capture.known_values.refusals import refused_number
+from meshfold.errors import CaptureError
+from meshfold.torch_compat.fake_tensors import lacks_fake
+from meshfold.torch_compat.functional_gradients import GRADIENT_IN_VMAP
+from meshfold.torch_compat.source_lines import user_line
+
+
+class RetraceError(Exception):
+    """A shortcut of the tracing does not hold: trace without it. The text says why."""
+
+
+class Watching(Protocol):
+    """What has been seen of a trace: the call that failed, the gradients that forward takes."""
+
+    @property
+    def failed(self) -> str: ...
+    @property
+    def gradients(self) -> InnerGradients: ...
+
+
+@contextmanager
+def explain_failure(watch: Watching) -> Iterator[None]:
+    """Turn whatever goes wrong while tracing into a CaptureError with op and user line."""
+    try:
+        yield
+    except (CaptureError, RetraceError, NextStepError):
+        raise
+    except Exception as error:
+        op = watch.failed or watch.gradients.asked or "the model"
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        source = user_line(reversed([*traceback.walk_tb(error.__traceback__)]))
+        if "data-dependent expression" in reason:
+            raise refused_number(op, source) from error
+        if reason == GRADIENT_IN_VMAP:
+            op = "torch.func"
+        elif "functorch" in reason or "_unwrap_for_grad" in op:
+            op, reason = "torch.func", "it takes a gradient inside of forward"
+        if lacks_fake(error):
+            reason = "it has no fake implementation, which says what it returns without running it"
+        repair = _repair(reason, error)
+        if op != "torch.func":
+            repair = watch.gradients.repair() or repair
+        raise CaptureError(
+            f"{op} cannot be captured: {reason}; {repair}",
+            op=op,
+            source=source,
+        ) from error
+
+
+def _repair(reason: str, error: Exception) -> str:
+    """What to do next."""
+    if "fake implementation" in reason:
+        return "register one with torch.library.register_fake"
+    if any(_MATCHING in f.f_code.co_names for f, _ in traceback.walk_tb(error.__traceback__)):
+        return (
+            "a loss that matches predictions with labels (DETR and its kin) runs on the CPU, "
+            "outside of torch; capture the model without labels, and compute its loss from what "
+            "it returns"
+        )
+    if "higher order operator" in reason:
+        return (
+            "compute both sides of a torch.cond and choose by torch.where; write while_loop and "
+            "scan as Python loops of fixed length"
+        )
+    if reason == GRADIENT_IN_VMAP:
+        return (
+            "take that of the sum over samples (torch.func.grad(lambda x: "
+            "torch.func.vmap(f)(x).sum())), or write it by formula"
+        )
+    if "takes a gradient inside" in reason:
+        return "write it by formula, with torch.func.jvp, or outside of the model"
+    if "'NoneType' object" in reason:
+        # As LongT5 and Switch Transformers make their mask of padding.
+        return (
+            "something is None here that the model may make by itself only where nothing is "
+            "traced; pass it in example_inputs (an attention_mask, say), or run the model once "
+            "without meshfold to see whether it works at all"
+        )
+    return (
+        "write it with ops of fixed shape, or keep it out of the model (a loss can be computed "
+        "from the logits)"
+    )
+
+
+_MATCHING = "linear_sum_assignment"
+"""The function of scipy that finds the cheapest matching."""
