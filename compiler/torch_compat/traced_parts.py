@@ -49,13 +49,14 @@ _BACKWARDS = (
     *("_log_softmax_backward_data", "_prelu_kernel_backward", "_softmax_backward_data"),
     *("binary_cross_entropy_backward", "diagonal_backward", "elu_backward", "gelu_backward"),
     *("embedding_dense_backward", "glu_backward", "hardsigmoid_backward", "hardswish_backward"),
-    *("hardtanh_backward", "huber_loss_backward", "leaky_relu_backward", "log_sigmoid_backward"),
+    *("hardtanh_backward", "huber_loss_backward", "leaky_relu_backward"),
     *("logit_backward", "mish_backward", "mse_loss_backward", "native_dropout_backward"),
     *("nll_loss2d_backward", "nll_loss_backward", "select_backward", "sigmoid_backward"),
     *("silu_backward", "slice_backward", "smooth_l1_loss_backward", "softplus_backward"),
     *("tanh_backward", "threshold_backward", "unfold_backward"),
 )
-"""Backwards that torch writes in ops that have rules, and that keep nothing without a gradient."""
+"""Backwards that torch writes in ops that have rules; what they read and has no gradient does not
+depend on their input."""
 
 
 @contextmanager

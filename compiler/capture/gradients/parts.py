@@ -210,8 +210,14 @@ def _dropout(x: Tensor, p: float, train: bool) -> Any:
     return _aten.native_dropout.default(x, p, train)[0] if train and p else x.clone()
 
 
+def _log_sigmoid(x: Tensor) -> Tensor:
+    """Torch's backward reads exp(-|x|), which it has kept without a gradient."""
+    return x.clamp_max(0) - torch.log1p(torch.exp(-x.abs()))
+
+
 PARTS: Mapping[str, Callable[..., Any]] = {
     "aten.linear.default": linear,
+    "aten.log_sigmoid.default": _log_sigmoid,
     "aten.dropout.default": _dropout,
     "aten.batch_norm.default": _batch_norm,
     "aten.scaled_dot_product_attention.default": _attention,

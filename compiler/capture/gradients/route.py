@@ -8,6 +8,7 @@ they are called, and then with those, and no others, in parts (meshfold.capture.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -108,10 +109,9 @@ class Route:
         not have."""
         if self.step is Step.OBSERVED:
             self.num_times = self._num_times
-            ends = [*self._first_ops[1:], op_number()]
             self.calls = frozenset(
                 number
-                for number, (first, end) in enumerate(zip(self._first_ops, ends, strict=True))
+                for number, (first, end) in enumerate(pairwise([*self._first_ops, op_number()]))
                 if any(first <= op < end for op in self._passed)
             )
         if self.step is Step.IN_PARTS:

@@ -18,6 +18,7 @@ import inspect
 import itertools
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -271,6 +272,7 @@ def export_fake(
         _stamp_sources(program.graph_module)
         read_kept_results(program.graph_module)
         write_detaches(program.graph_module)
+        _drop_unread_aliases(program)
         if watch.gradients.asked:
             refuse_severed(program, report.reached, dict(traced.named_parameters()))
         program = _decomposed(program)
@@ -280,6 +282,26 @@ def export_fake(
     met = tuple(fake.functions.calls), (*watch.checks.notes(), *watch.selections.notes())
     held = report.changed, report.kept, report.held, report.remade
     return Exported(program, report.chosen, *held, drops, *met, report.differentiated)
+
+
+def _drop_unread_aliases(program: ExportedProgram) -> None:
+    """Drop the second name of a tensor that is read under its first: run_decompositions takes no
+    tensor twice that is written to (a batch norm that two places of a model share)."""
+    named = (InputKind.PARAMETER, InputKind.BUFFER)
+    signature = program.graph_signature
+    held = {**program.constants, **program.state_dict}
+    tensors = {
+        spec.arg.name: held.get(str(spec.target))
+        for spec in signature.input_specs
+        if spec.kind in named
+    }
+    num_names = Counter(id(tensor) for tensor in tensors.values() if tensor is not None)
+    for node in program.graph.find_nodes(op="placeholder"):
+        tensor = tensors.get(node.name)
+        if tensor is not None and not node.users and num_names[id(tensor)] > 1:
+            num_names[id(tensor)] -= 1
+            signature.input_specs[:] = [s for s in signature.input_specs if s.arg.name != node.name]
+            program.graph.erase_node(node)
 
 
 def _decomposed(program: ExportedProgram) -> ExportedProgram:

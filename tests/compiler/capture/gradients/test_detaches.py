@@ -53,6 +53,7 @@ class Penalized(nn.Module):
     def __init__(self, penalty: Callable[[nn.Module, Tensor], Any]) -> None:
         super().__init__()
         self.layer = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
+        self.lstm = nn.LSTM(3, 3)
         self.kept = [torch.ones(3)]
         self.penalty = penalty
 
@@ -60,14 +61,14 @@ class Penalized(nn.Module):
         return self.penalty(self, x)
 
 
-def of_the_input(model: Any, x: Tensor) -> Any:
+def through_a_cell(model: Any, x: Tensor) -> Any:
     x = x.clone().requires_grad_()
-    (found,) = torch.autograd.grad(model.layer(x).sum(), x, create_graph=True)
-    return found.norm()
+    (found,) = torch.autograd.grad(model.lstm(model.layer[0](x)[None])[0].sum(), x)
+    return model.layer(found).norm()
 
 
-def of_a_function(model: Any, x: Tensor) -> Any:
-    return torch.func.grad(lambda x: model.layer(x).sum())(x).norm()
+def of_every_sample(model: Any, x: Tensor) -> Any:
+    return torch.func.vmap(torch.func.grad(lambda x: model.layer(x).sum()))(x).norm()
 
 
 def of_what_is_kept(model: Any, x: Tensor) -> Any:
@@ -77,10 +78,13 @@ def of_what_is_kept(model: Any, x: Tensor) -> Any:
 @pytest.mark.parametrize(
     ("penalty", "text"),
     [
-        (of_the_input, r"goes back through results of ops.*torch\.func\.jvp.*test_detaches.py:"),
         (
-            of_a_function,
-            r"^torch.func cannot be captured: it takes a gradient .*; write it by",
+            through_a_cell,
+            r"goes back through results of ops.*torch\.func\.jvp.*test_detaches.py:",
+        ),
+        (
+            of_every_sample,
+            r"^torch.func cannot be captured: a gradient is taken inside of torch.func.vmap; take",
         ),
         (of_what_is_kept, r"requires_grad_ on a tensor that the model keeps .* nn\.Parameter"),
     ],
