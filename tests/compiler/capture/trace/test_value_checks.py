@@ -11,6 +11,7 @@ from support.programs.local_programs import emit_uniform, errors_of_a_step, on_r
 from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 
+from meshfold.capture.gradients.route import Route
 from meshfold.capture.pipeline import capture
 from meshfold.capture.trace.export import _Watch
 from meshfold.capture.trace.failures import explain_failure
@@ -142,7 +143,7 @@ def test_a_check_whose_exception_is_caught_is_a_branch(check: Any) -> None:
 
 
 def test_what_torch_says_of_values_is_said_in_our_words() -> None:
-    watch = _Watch(LayerDrops(skips=False), ValueChecks(), None)
+    watch = _Watch(LayerDrops(skips=False), ValueChecks(), None, Route())
     watch.failed = "torch.multinomial"
     text = "torch.multinomial gives a shape or a number that depends on values"
     with pytest.raises(CaptureError, match=text), explain_failure(watch):
