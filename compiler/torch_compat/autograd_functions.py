@@ -3,7 +3,7 @@ torch.autograd.Function.apply, and that steps out of what torch traces with."""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -93,3 +93,10 @@ def gradients_on_fakes(
     """The gradients of `operands` for unknown ones of `results`."""
     given = [torch.empty_like(x) for x in results]
     return list(torch.autograd.grad(results, operands, given, allow_unused=True))
+
+
+def below_autograd() -> AbstractContextManager[Any]:
+    """A context in which results are no views for autograd: what a Function returns may be written
+    to then."""
+    guard: AbstractContextManager[Any] = torch._C._AutoDispatchBelowAutograd()
+    return guard

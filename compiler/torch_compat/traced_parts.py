@@ -45,6 +45,22 @@ _WHOLE = (
 _FORWARDS = ("native_layer_norm", "native_group_norm", "nll_loss_forward", "nll_loss2d_forward")
 """Parts in turn: a norm's backward knows what it keeps as a function of the input, which no graph
 does, and a loss is made of ops that have rules."""
+_IN_PLACE = (
+    *("abs_", "acos_", "addcdiv_", "addcmul_", "asin_", "atan_", "celu_", "clamp_", "clamp_max_"),
+    *(
+        "clamp_min_",
+        "cos_",
+        "cosh_",
+        "div_",
+        "erf_",
+        "gelu_",
+        "hardsigmoid_",
+        "hardswish_",
+        "log1p_",
+    ),
+    *("log_", "mish_", "mul_", "pow_", "silu_", "sin_", "sinh_", "xlogy_"),
+)
+"""Ops of which autograd keeps a copy of what was there before, that nobody else sees."""
 _BACKWARDS = (
     *("_log_softmax_backward_data", "_prelu_kernel_backward", "_softmax_backward_data"),
     *("binary_cross_entropy_backward", "diagonal_backward", "elu_backward", "gelu_backward"),
@@ -87,11 +103,22 @@ def _table(on_call: OnCall, others: Mapping[str, Part]) -> dict[Any, Part]:
         if op.namespace == "aten" and op._schema.name.removeprefix("aten::") not in _WHOLE
     }
     parts |= get_decompositions([getattr(aten, name).default for name in _FORWARDS])
+    for name in _IN_PLACE:
+        parts |= _out_of_place(getattr(aten, name), getattr(aten, name[:-1]))
     for name, part in others.items():
         _, packet, overload = name.split(".")
         parts[getattr(getattr(aten, packet), overload)] = part
     backwards = get_decompositions([getattr(aten, name).default for name in _BACKWARDS])
     return {**backwards, **{op: _answered(on_call, part) for op, part in parts.items()}}
+
+
+def _out_of_place(written: Any, pure: Any) -> dict[Any, Part]:
+    """Parts of in-place ops by the pure one: of a copy of what was there."""
+
+    def part(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return x.copy_(pure(x.clone(), *args, **kwargs))
+
+    return {getattr(written, name): part for name in written.overloads() if "out" not in name}
 
 
 def _answered(on_call: OnCall, part: Part) -> Part:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
+from meshfold.torch_compat.autograd_functions import below_autograd
 from meshfold.torch_compat.functional_gradients import is_inside_vmap
 
 _aten: Any = torch.ops.aten
@@ -25,7 +26,8 @@ class Linear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
         ctx.save_for_backward(x, weight)
-        return _aten.linear.default(x, weight, bias)
+        with below_autograd():
+            return _aten.linear.default(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -65,7 +67,8 @@ class Convolution(Function):
         ctx.save_for_backward(x, weight)
         ctx.form = form
         ops = (_aten.conv1d.default, _aten.conv2d.default, _aten.conv3d.default)
-        return ops[weight.dim() - 3](x, weight, bias, *form)
+        with below_autograd():
+            return ops[weight.dim() - 3](x, weight, bias, *form)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:

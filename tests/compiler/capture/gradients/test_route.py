@@ -85,6 +85,16 @@ def products(model: Network, x: Tensor) -> Tensor:
     return found.square().mean() + torch.func.jacrev(lambda x: model.layers(x).sum(0))(x).mean()
 
 
+def in_place(model: Network, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    hidden = F.linear(x, model.layers[-1].weight.t() @ model.layers[-1].weight).sin_()
+    hidden.mul_(hidden.exp()).pow_(2)
+    hidden[:, :2].mul_(2.0)
+    F.mish(F.silu(hidden, inplace=True), inplace=True)
+    (found,) = torch.autograd.grad(model.layers(hidden).sum(), x, create_graph=True)
+    return found.square().mean()
+
+
 def _assert_alike(model: nn.Module, x: Tensor) -> Captured:
     """Loss and gradients of the captured program and of the model, in float64."""
     model.double()
@@ -109,7 +119,7 @@ def _assert_alike(model: nn.Module, x: Tensor) -> Captured:
 @settings(max_examples=12, deadline=None)
 @given(
     names=st.lists(st.sampled_from(sorted(LAYERS)), min_size=1, max_size=4),
-    takes=st.sampled_from((penalty, second_order, adversarial, functional, products)),
+    takes=st.sampled_from((penalty, second_order, adversarial, functional, products, in_place)),
     seed=st.integers(0, 99),
 )
 def test_gradients_are_those_of_the_model(names: list[str], takes: Any, seed: int) -> None:
