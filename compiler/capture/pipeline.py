@@ -199,26 +199,21 @@ def _capture(
     """shared: what forward can change besides the model, before it is called."""
     refuse_gradient_hooks(model)
     refuse_names(model)
-    precision = wanted.precision
-    names = model_names(model, precision)
+    names = model_names(model, precision := wanted.precision)
     functions, route = FunctionCalls(wanted.rules), Route()
 
     def traced(has_calls: bool, note: str = "", call: TracedCall = FIRST_CALL) -> _Trace:
-        try:
-            return traced_once(has_calls, note, call)
-        except NextStepError:
-            shared.restore()
-            return traced(has_calls, note, call)
-
-    def traced_once(has_calls: bool, note: str, call: TracedCall) -> _Trace:
-        fake = fake_copy(model, precision)
+        fake = replace(fake_copy(model, precision), functions=functions, route=route)
         call.prepare(fake.module)
         inputs = flatten_inputs(example_inputs, fake.mode, precision, wanted.loss_fn, wanted.fixed)
         fixed = [fixed_note(*item) for item in inputs.fixed.items()]
-        notes = (*fake.notes, *filter(None, [note]), *fixed)
-        fake = replace(fake, notes=notes, functions=functions, route=route)
+        fake = replace(fake, notes=(*fake.notes, *filter(None, [note]), *fixed))
         children = find_children(fake.module) if has_calls and not fixed else []
-        return _trace(fake, inputs, names, children, wanted, call)
+        try:
+            return _trace(fake, inputs, names, children, wanted, call)
+        except NextStepError:
+            shared.restore()
+            return traced(has_calls, note, call)
 
     try:
         trace = traced(not full_capture and not wanted.runs_checks)

@@ -18,7 +18,7 @@ from torch._C._autograd import _get_sequence_nr
 from torch._decomp import get_decompositions
 from torch._export.utils import _collect_all_valid_cia_ops, _get_decomp_for_cia
 from torch._ops import _get_dispatch_mode_pre_dispatch
-from torch.fx.experimental.proxy_tensor import get_proxy_slot, track_tensor
+from torch.fx.experimental.proxy_tensor import decompose, get_proxy_slot, track_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Part = Callable[..., Any]
@@ -85,13 +85,9 @@ def in_parts(on_call: OnCall, others: Mapping[str, Part]) -> Iterator["KeptResul
     if mode is None:
         yield None
         return
-    before = mode.decomposition_table
-    mode.decomposition_table = {**before, **_table(on_call, others)}
-    try:
-        with KeptResults(mode.tracer) as kept:
-            yield kept
-    finally:
-        mode.decomposition_table = before
+    # Torch 2.11 has a table of its own beside the mode's, which is empty where export traces.
+    with decompose(_table(on_call, others)), KeptResults(mode.tracer) as kept:
+        yield kept
 
 
 def _table(on_call: OnCall, others: Mapping[str, Part]) -> dict[Any, Part]:

@@ -18,7 +18,7 @@ from meshfold.capture.python_state.lost_calls import GRADIENT_MARKS
 from meshfold.errors import CaptureError
 from meshfold.torch_compat.fake_tensors import is_fake
 
-_PLACE_OF_CREATE_GRAPH = 4
+_PLACE_OF_CREATE_GRAPH, _PLACE_OF_ALLOW_UNUSED = 4, 6
 
 
 _OTHER_GRADIENTS = "write it by formula, with torch.func.jvp, or outside of the model"
@@ -51,6 +51,16 @@ class InnerGradients:
         if kwargs.get("create_graph", places.get(_PLACE_OF_CREATE_GRAPH)):
             return result
         return tuple(None if g is None else g.detach() for g in result)
+
+    def filled(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """The keyword arguments of a call, with zeros for slopes of slopes that parts know nothing
+        of: the backward of a ReLU depends on its input for torch, where a choice does not."""
+        is_known = func is not torch.autograd.grad or not self.route.is_in_parts
+        if is_known or len(args) > _PLACE_OF_ALLOW_UNUSED or kwargs.get("allow_unused") is not None:
+            return kwargs
+        return {**kwargs, "materialize_grads": True}
 
     def going_back(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -48,6 +48,10 @@ class Route:
     def is_observing(self) -> bool:
         return self.step is Step.OBSERVED
 
+    @property
+    def is_in_parts(self) -> bool:
+        return self.step is Step.IN_PARTS
+
     def _reset(self) -> None:
         self._first_ops: list[int] = []
         self._passed: set[int] = set()

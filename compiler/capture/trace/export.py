@@ -134,8 +134,9 @@ class _Watch(Answering):
         if data is not None or self.data_reads.sets_what_it_has(func, args):
             return data
         refuse_call(func, args, kwargs or {}, _line)
+        kwargs = self.gradients.filled(func, args, kwargs or {})
         try:
-            with self.gradients.going_back(func, args, kwargs or {}):
+            with self.gradients.going_back(func, args, kwargs):
                 result = super().__torch_function__(func, types, args, kwargs)
         except Exception:
             self.failed = self.failed or function_name(func)
@@ -266,22 +267,28 @@ def export_fake(
             with as_exporting():
                 rerun()
         program = torch.export.export(traced, inputs.tensors, strict=False)
-        if not watch.gradients.asked:  # else what is missing is told with more words below
-            refuse_valueless(program)
-        watch.gradients.refuse_unseen(program.constants)
-        _stamp_sources(program.graph_module)
-        read_kept_results(program.graph_module)
-        write_detaches(program.graph_module)
-        _drop_unread_aliases(program)
-        if watch.gradients.asked:
-            refuse_severed(program, report.reached, dict(traced.named_parameters()))
-        program = _decomposed(program)
+        program = _in_pure_ops(program, traced)
     drops = watch.drops
     if drops.num_branches != drops.num_chosen and not call.skips:
         raise refused_branch("Tensor.__bool__", drops.source)
     met = tuple(fake.functions.calls), (*watch.checks.notes(), *watch.selections.notes())
     held = report.changed, report.kept, report.held, report.remade
     return Exported(program, report.chosen, *held, drops, *met, report.differentiated)
+
+
+def _in_pure_ops(program: ExportedProgram, traced: _Traced) -> ExportedProgram:
+    """What torch.export made of `traced`, with all that stops a gradient written down."""
+    gradients = traced.watch.gradients
+    if not gradients.asked:  # else what is missing is told with more words below
+        refuse_valueless(program)
+    gradients.refuse_unseen(program.constants)
+    _stamp_sources(program.graph_module)
+    read_kept_results(program.graph_module)
+    write_detaches(program.graph_module)
+    _drop_unread_aliases(program)
+    if gradients.asked:
+        refuse_severed(program, traced.report.reached, dict(traced.named_parameters()))
+    return _decomposed(program)
 
 
 def _drop_unread_aliases(program: ExportedProgram) -> None:
