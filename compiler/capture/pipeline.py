@@ -206,9 +206,9 @@ def _capture(
         fake = replace(fake_copy(model, precision), functions=functions, route=route)
         call.prepare(fake.module)
         inputs = flatten_inputs(example_inputs, fake.mode, precision, wanted.loss_fn, wanted.fixed)
-        fixed = [fixed_note(*item) for item in inputs.fixed.items()]
+        fixed = map(fixed_note, inputs.fixed, inputs.fixed.values())
         fake = replace(fake, notes=(*fake.notes, *filter(None, [note]), *fixed))
-        children = find_children(fake.module) if has_calls and not fixed else []
+        children = find_children(fake.module) if has_calls and not inputs.fixed else []
         try:
             return _trace(fake, inputs, names, children, wanted, call)
         except NextStepError:
@@ -236,10 +236,8 @@ def _capture(
 
     refuse_remade(trace.remade, lambda: traced(False, call=TracedCall(num_calls=2)).remade)
     refuse_other_next_call(trace, is_same, is_same_with_caches)
-    spaces = spaces_of(model, *filter(None, [wanted.loss_fn]))
-    refuse_questions(spaces, is_same)
-    if trace.drops.num_branches:
-        _refuse_other_branches(trace, lambda: traced(False, call=TracedCall(skips=True)))
+    refuse_questions(spaces_of(model, *filter(None, [wanted.loss_fn])), is_same)
+    _refuse_other_branches(trace, lambda: traced(False, call=TracedCall(skips=True)))
     return trace.captured
 
 
@@ -256,6 +254,8 @@ def _is_same(some: Captured, other: Captured) -> bool:
 def _refuse_other_branches(trace: "_Trace", skipping: Callable[[], "_Trace"]) -> None:
     """Refuses branches on draws that do more than skip a layer. skipping: traces the model as it is
     where all of them skip."""
+    if not trace.drops.num_branches:
+        return
     try:
         is_same = skipping().skipped == trace.skipped
     except CaptureError:
