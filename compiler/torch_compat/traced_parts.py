@@ -47,26 +47,16 @@ _FORWARDS = ("native_layer_norm", "native_group_norm", "nll_loss_forward", "nll_
 does, and a loss is made of ops that have rules."""
 _IN_PLACE = (
     *("abs_", "acos_", "addcdiv_", "addcmul_", "asin_", "atan_", "celu_", "clamp_", "clamp_max_"),
-    *(
-        "clamp_min_",
-        "cos_",
-        "cosh_",
-        "div_",
-        "erf_",
-        "gelu_",
-        "hardsigmoid_",
-        "hardswish_",
-        "log1p_",
-    ),
-    *("log_", "mish_", "mul_", "pow_", "silu_", "sin_", "sinh_", "xlogy_"),
+    *("clamp_min_", "cos_", "cosh_", "div_", "erf_", "gelu_", "hardsigmoid_", "hardswish_"),
+    *("log1p_", "log_", "mish_", "mul_", "pow_", "silu_", "sin_", "sinh_", "xlogy_"),
 )
 """Ops of which autograd keeps a copy of what was there before, that nobody else sees."""
 _BACKWARDS = (
     *("_log_softmax_backward_data", "_prelu_kernel_backward", "_softmax_backward_data"),
     *("binary_cross_entropy_backward", "diagonal_backward", "elu_backward", "gelu_backward"),
     *("embedding_dense_backward", "glu_backward", "hardsigmoid_backward", "hardswish_backward"),
-    *("hardtanh_backward", "huber_loss_backward", "leaky_relu_backward"),
-    *("logit_backward", "mish_backward", "mse_loss_backward", "native_dropout_backward"),
+    *("hardtanh_backward", "huber_loss_backward", "leaky_relu_backward", "logit_backward"),
+    *("mish_backward", "mse_loss_backward", "native_dropout_backward"),
     *("nll_loss2d_backward", "nll_loss_backward", "select_backward", "sigmoid_backward"),
     *("silu_backward", "slice_backward", "smooth_l1_loss_backward", "softplus_backward"),
     *("tanh_backward", "threshold_backward", "unfold_backward"),

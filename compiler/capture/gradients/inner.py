@@ -20,7 +20,6 @@ from meshfold.torch_compat.fake_tensors import is_fake
 
 _PLACE_OF_CREATE_GRAPH, _PLACE_OF_ALLOW_UNUSED = 4, 6
 
-
 _OTHER_GRADIENTS = "write it by formula, with torch.func.jvp, or outside of the model"
 
 
