@@ -189,10 +189,11 @@ def refuse_lost_gradients(
                 source=definition(vars(type(node)).get("_forward_cls") or type(node)),
             )
         # Only the node that accumulates into a leaf has a variable.
-        if hasattr(node, "variable"):
-            reached.add(node.variable)
-        if hasattr(node, "variable") and node.variable not in known:
-            shape = tuple(node.variable.shape)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            reached.add(leaf)
+        if leaf is not None and leaf not in known:
+            shape = tuple(leaf.shape)
             raise CaptureError(
                 f"a tensor of shape {shape} requires a gradient but is no registered parameter, "
                 "so it would be frozen; register it (nn.ParameterList for a list)",

@@ -20,7 +20,7 @@ from meshfold.torch_compat.fake_tensors import is_fake
 
 _PLACE_OF_CREATE_GRAPH, _PLACE_OF_ALLOW_UNUSED = 4, 6
 
-_OTHER_GRADIENTS = "write it by formula, with torch.func.jvp, or outside of the model"
+OTHER_GRADIENTS = "write it by formula, with torch.func.jvp, or outside of the model"
 
 
 class InnerGradients:
@@ -74,7 +74,7 @@ class InnerGradients:
         """What to do where a trace fails that computes gradients; "" for another one."""
         return self.asked and (
             "a gradient inside of forward goes through what a trace cannot take backward; "
-            + _OTHER_GRADIENTS
+            + OTHER_GRADIENTS
         )
 
     def refuse_unseen(self, constants: Mapping[str, Any]) -> None:
@@ -89,7 +89,7 @@ class InnerGradients:
         if is_unseen:
             raise CaptureError(
                 f"{self.asked} inside of forward goes back through results of ops, which a trace "
-                f"does not see again; {_OTHER_GRADIENTS}",
+                f"does not see again; {OTHER_GRADIENTS}",
                 op=self.asked,
                 source=self.source,
             )

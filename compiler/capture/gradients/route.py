@@ -93,9 +93,7 @@ class Route:
         if self.step is Step.OBSERVED:
             self._first_ops.append(op_number())
             self._passed |= ops_between(_tensors(outputs), _tensors(inputs))
-            self._num_calls += 1  # no call: an interval of its own
-        elif self.step is Step.IN_PARTS:
-            self._num_calls += 1
+        self._num_calls += 1  # no call, but ops that are no call's
         self._num_times += 1
         self._is_backward = True
         try:

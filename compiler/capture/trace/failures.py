@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from meshfold.capture.gradients.inner import InnerGradients
+from meshfold.capture.gradients.inner import OTHER_GRADIENTS, InnerGradients
 from meshfold.capture.gradients.route import NextStepError
 from meshfold.capture.known_values.refusals import refused_number
 from meshfold.errors import CaptureError
@@ -42,8 +42,8 @@ def explain_failure(watch: Watching) -> Iterator[None]:
             raise refused_number(op, source) from error
         if reason == GRADIENT_IN_VMAP:
             op = "torch.func"
-        elif "functorch" in reason or "_unwrap_for_grad" in op:
-            op, reason = "torch.func", "it takes a gradient inside of forward"
+        elif "functorch" in reason:
+            op, reason = "torch.func", _IN_A_TRANSFORM
         if lacks_fake(error):
             reason = "it has no fake implementation, which says what it returns without running it"
         repair = _repair(reason, error)
@@ -76,8 +76,8 @@ def _repair(reason: str, error: Exception) -> str:
             "take that of the sum over samples (torch.func.grad(lambda x: "
             "torch.func.vmap(f)(x).sum())), or write it by formula"
         )
-    if "takes a gradient inside" in reason:
-        return "write it by formula, with torch.func.jvp, or outside of the model"
+    if reason == _IN_A_TRANSFORM:
+        return OTHER_GRADIENTS
     if "'NoneType' object" in reason:
         # As LongT5 and Switch Transformers make their mask of padding.
         return (
@@ -91,5 +91,6 @@ def _repair(reason: str, error: Exception) -> str:
     )
 
 
+_IN_A_TRANSFORM = "it takes a gradient inside of another transform"
 _MATCHING = "linear_sum_assignment"
 """The function of scipy that finds the cheapest matching."""

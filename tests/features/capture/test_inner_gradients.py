@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from support.programs.local_programs import Rank, emit_uniform, local_part, on_ranks
+from support.programs.local_programs import emit_uniform, errors_of_a_step, one_process
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -99,40 +99,19 @@ def captured(kind: str) -> tuple[nn.Module, dict[str, Tensor], Captured]:
         return model, batch, capture(model, batch)
 
 
-@cache
-def expected(kind: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients of one process."""
-    model, batch = make(kind)
-    loss = model(**batch)
-    loss.backward()
-    return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.label)
 @pytest.mark.parametrize("kind", MODELS)
 def test_ranks_compute_what_one_process_computes(kind: str, strategy: UniformStrategy) -> None:
     model, batch, found = captured(kind)
     program = emit_uniform(found, strategy, BATCH)
-    right, gradients = expected(kind)
-
-    def body(rank: Rank) -> dict[str, float]:
-        loss = rank.loss(batch)
-        loss.backward()
-        errors = {"loss": float((loss - right).detach().abs())}
-        for name, parameter in rank.parameters.items():
-            mine = local_part(program, name, gradients[name], rank.mesh)
-            assert parameter.grad is not None
-            errors[name] = float((parameter.grad - mine).abs().max())
-        return errors
-
-    for errors in on_ranks(model, found, program, body):
-        assert set(errors) == {"loss", *gradients}
+    for errors in errors_of_a_step(model, batch, found, program):
+        assert set(errors) == {"loss", *dict(model.named_parameters())}
         assert all(error < 1e-12 for error in errors.values())
 
 
 def test_a_batch_may_require_the_gradient_that_forward_takes() -> None:
     model, batch = make("physics")
-    right, gradients = expected("physics")
+    right, gradients = one_process(model, {"x": batch["x"].clone()})
     with float64_everywhere():
         compiled = meshfold.compile(model, "local-cpux1", batch)
         loss = compiled(x=batch["x"].requires_grad_())

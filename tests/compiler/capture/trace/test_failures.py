@@ -24,7 +24,12 @@ def _watch(failed: str = "", asked: str = "") -> Any:
         ("odd\nmore", "Tensor.foo", "", r"^Tensor.foo cannot be captured: odd; write it with ops"),
         ("", "", "", r"^the model cannot be captured: RuntimeError; write it"),
         ("odd", "", "torch.autograd.grad", r"^torch.autograd.grad .*: odd; a gradient inside of"),
-        ("use functorch", "x", "", r"^torch.func cannot be .* takes a gradient inside of forward"),
+        (
+            "use functorch",
+            "x",
+            "",
+            r"^torch.func cannot be .* takes a gradient inside of another transform",
+        ),
         (GRADIENT_IN_VMAP, "x", "", r"^torch.func cannot be .*vmap; take that of the sum"),
         ("higher order operator", "cond", "", r"compute both sides of a torch.cond"),
         ("'NoneType' object is not", "", "", r"pass it in example_inputs"),
