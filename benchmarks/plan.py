@@ -13,12 +13,13 @@ first brings in what torch imports late. --memory measures how much the resident
 process grows from the imports to its peak, for capture and plan: a tiny model goes first and brings
 in the imports. --distinct plans N / 4, N / 2 and N layers that are all different, so that nothing
 folds: seconds per layer should stay while memory does not bind; at 1,000 layers it does, more
-meshes are planned, and a layer takes about twice as long. --selective compares, per sample and
-layer, what selective recomputation keeps and adds with the mix of layers that keep all and layers
-that keep nothing, at the same bytes. --largest looks for the deepest model that fits a node of
-A100s of 40 GB, without and with the host's memory. --operators plans OSDP's published case: which
-parameters are sharded, all or as the search chooses, and large operators in slices. --evaluation
-takes the price of one plan without a pipeline, of Llama-3-8B and GPT-3. --pins and
+meshes are planned, and a layer takes about twice as long. --selective has, per sample and
+layer, what each point of selective recomputation keeps and adds, and compares that with the mix of
+layers that keep all and layers that keep nothing, at the same bytes. --largest looks for the
+deepest model that fits a node of A100s of 40 GB, without and with the host's memory. --operators
+plans OSDP's published case: which parameters are sharded, all or as the search chooses, and large
+operators in slices. --evaluation takes the price of one plan without a pipeline, of Llama-3-8B and
+GPT-3. --pins and
 --published hold the plan that the search chooses against N random sets of pins per setup, and
 against N published plans (pinning/race.py); they end with 1 where one is faster.
 """
@@ -30,8 +31,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import get_args
@@ -48,10 +49,11 @@ from meshfold.ir.cluster import ClusterSpec
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.options import CompileOptions, ModeChoice, PinValue
 from meshfold.ir.plan import Plan
-from meshfold.ir.strategy import TpMode
+from meshfold.ir.strategy import SELECTIVE, Recompute, TpMode
 from meshfold.memory_probe.prober import OpProber
 from meshfold.models.from_argument import build_model
 from meshfold.passes.memory.region import MemoryModel
+from meshfold.passes.memory.typed_region import TypedRegion
 from meshfold.passes.planner.assembly import PlanRequest
 from meshfold.passes.planner.check import price_plan
 from meshfold.passes.planner.find import find_finalists
@@ -239,31 +241,41 @@ LAYERS = (
 
 def measure_selective() -> None:
     """Print the table of layers."""
-    click.echo(f"{'':<24}{'all':>9}{'select.':>9}{'adds':>10}{'full adds':>11}{'of the mix':>11}")
+    click.echo(f"{'':<24}{'point':<10}{'keeps':>9}{'adds':>10}{'of the mix':>12}")
     for name, config, cluster, tp, fields in LAYERS:
         graph = graph_of(Case(name, config, cluster, 8, fields))
         mesh = build_mesh(preset(cluster), 8 // tp, tp)
         search = MeshSearch(graph, preset(cluster), mesh, 8)
         modes: tuple[TpMode, ...] = ("tensor", "sequence") if tp > 1 else ("tensor",)
         for mode in modes:
-            typings = search.solve(zero=0, mode=mode).typings
-            (r, _), *_ = Counter(i.region for i in graph.instances).most_common(1)
-            pricer = search.solutions(mode)[r].pricer
-            floats = next(i.floats for i in graph.instances if i.region == r)
-            region, model = graph.regions[r].graph, MemoryModel(search.costs, OpProber())
-            chosen = model.selective(region, typings[r], floats, pricer)
-            of = replace(typings[r], recompute="selective", kept=chosen.kept)
-            all_bytes, kept_bytes = (
-                model.region(region, t, floats).saved_bytes for t in (typings[r], of)
-            )
-            full = pricer.price(typings[r].slots, "full").recomputed
-            full_s, added_s = (p.compute_s + p.graph_s for p in (full, chosen.price))
-            share = added_s / (full_s * (1 - kept_bytes / all_bytes))
-            click.echo(
-                f"{name + f', tp{tp}' + ('+sp' if mode == 'sequence' else ''):<24}"
-                f"{bytes_text(all_bytes):>9}{bytes_text(kept_bytes):>9}{seconds_text(added_s):>10}"
-                f"{seconds_text(full_s):>11}{share:>11.2f}"
-            )
+            layer = name + f", tp{tp}" + ("+sp" if mode == "sequence" else "")
+            for point, num_bytes, added_s, share in _curve(graph, search, mode):
+                click.echo(
+                    f"{layer:<24}{point:<10}{bytes_text(num_bytes):>9}"
+                    f"{seconds_text(added_s):>10}{share:>12}"
+                )
+
+
+def _curve(
+    graph: FoldedGraph, search: MeshSearch, mode: TpMode
+) -> Iterator[tuple[Recompute, int, float, str]]:
+    """Of the layer that occurs most, for each point: bytes kept, seconds added, and these over what
+    the mix of keeping all and nothing adds at the same bytes."""
+    typings = search.solve(zero=0, mode=mode).typings
+    (r, _), *_ = Counter(i.region for i in graph.instances).most_common(1)
+    pricer = search.solutions(mode)[r].pricer
+    floats = next(i.floats for i in graph.instances if i.region == r)
+    region, model = graph.regions[r].graph, MemoryModel(search.costs, OpProber())
+    typed = TypedRegion(region, typings[r], pricer, model, floats)
+    full = typed.price("full").recomputed
+    full_s, all_bytes = full.compute_s + full.graph_s, typed.memory("none").saved_bytes
+    for recompute in typed.distinct(get_args(Recompute)):
+        num_bytes = typed.memory(recompute).saved_bytes
+        added = typed.added(recompute)
+        added_s = full_s if recompute == "full" else added.compute_s + added.graph_s if added else 0
+        of_mix_s = full_s * (1 - num_bytes / all_bytes)
+        share = f"{added_s / of_mix_s:.2f}" if recompute in SELECTIVE else ""
+        yield recompute, num_bytes, added_s, share
 
 
 def measure_largest() -> None:

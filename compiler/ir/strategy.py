@@ -12,10 +12,13 @@ from typing import Annotated, Literal, NamedTuple, get_args
 from meshfold.ir.limits import Limits, Positive
 from meshfold.ir.spmd import Layout
 
-Recompute = Literal["none", "selective", "full"]
-"""Which activations inside a region are recomputed in the backward: "none"; "selective", all but
-those that are dear to compute for their bytes (RegionTyping.kept); or "full", so that only the
-region's inputs are saved."""
+Recompute = Literal["none", "light", "selective", "heavy", "full"]
+"""Which activations inside a region are recomputed in the backward: "none"; those that are cheap to
+compute for their bytes (all but RegionTyping.kept), of which "light" has fewer and "heavy" more
+than "selective"; or "full", so that only the region's inputs are saved."""
+
+SELECTIVE: tuple[Recompute, ...] = ("light", "selective", "heavy")
+"""The words under which some results are kept and others recomputed."""
 
 Offload = Literal["none", "optimizer", "parameters", "disk", "activations"]
 """What of a region is in the host's memory: nothing; its parameters, gradients and optimizer
@@ -124,8 +127,10 @@ class RegionTyping:
             raise ValueError(
                 f"recompute is {' or '.join(get_args(Recompute))}, not {self.recompute!r}"
             )
-        if self.recompute != "selective" and self.kept != KeptResults():
-            raise ValueError(f"recompute {self.recompute} keeps no results; selective does")
+        if self.recompute not in SELECTIVE and self.kept != KeptResults():
+            raise ValueError(
+                f"recompute {self.recompute} keeps no results; {' or '.join(SELECTIVE)} does"
+            )
 
 
 ChunkDim = Literal["samples", "sequence"]

@@ -14,6 +14,7 @@ from meshfold.distributed.rank_mesh import RankMesh
 from meshfold.distributed.step_context import StepContext
 from meshfold.ir.op_graph import Source, SourceKind
 from meshfold.ir.spmd import Layout
+from meshfold.ir.strategy import SELECTIVE
 from meshfold.offload.host_link import HostLink
 from meshfold.offload.saved_activations import SavedActivations
 from meshfold.runtime.chained_execution import ChainedExecution
@@ -70,7 +71,7 @@ class ProgramRunner:
         self._selective = {
             k: SelectiveRegion(region)
             for k, region in enumerate(program.regions)
-            if region.recompute == "selective"
+            if region.recompute in SELECTIVE
         }
         instances = [program.instance(k) for k in range(len(program.programs))]
         self.training_modes = tuple(map(self.training_mode, instances))

@@ -15,12 +15,14 @@ so that every storage which the backward reads, or a recomputed step, is kept or
     R k    -> sink     seconds       of the forward of step k, collectives included
 
 A node on the source side of the cut is wanted (W) or recomputed (R). Storages that are there in any
-case are free: those of slots, and of outputs, which the next region holds. Views have no node: they
-live on the storage of what they view.
+case are free: those of slots, and of outputs, which the next region holds. A view lives on the
+storage of what it views: it is never kept, and made again (R) where it is wanted.
 
-The price is the slope of the chord from keeping all to recomputing all, so the cut is the point of
-the whole trade-off that lies furthest below the mix of those two; layers that take it mix with
-layers that keep all, or nothing, along a run (passes/run/hull.py). The formulation of a cut is that
+With the slope of the chord between two points of the trade-off as the price, the cut is the point
+that lies furthest below their mix. "selective" is the one below the mix of keeping all and nothing;
+"light" the one between keeping all and "selective", "heavy" the one between that and nothing, where
+there is one. Layers that take a point mix with layers that take another along a run
+(passes/run/hull.py). The formulation of a cut is that
 of torch's min-cut partitioner, which counts bytes alone (torch/_functorch/partitioners.py; see also
 Jain et al., Checkmate, MLSys 2020, arXiv:1910.02653).
 """
@@ -33,7 +35,7 @@ import networkx as nx
 from meshfold.cost_models.memory.live_ranges import LocalProgram
 from meshfold.cost_models.memory.op_memory import NEW_STORAGE
 from meshfold.cost_models.memory.recomputation import plan_recompute
-from meshfold.ir.strategy import KeptResults
+from meshfold.ir.strategy import SELECTIVE, KeptResults, Recompute
 from meshfold.passes.memory.local_program import Origin
 from meshfold.passes.price.conversions import steps_cost
 from meshfold.passes.price.region import RecomputePrice, RegionPricer
@@ -59,12 +61,30 @@ def selective(
     pricer: RegionPricer,
     *,
     keeps_all: bool = False,
-) -> Selective:
-    """The choice for a region. origins: what the steps of its local program are; pricer: of its
+) -> dict[Recompute, Selective]:
+    """The choices for a region. origins: what the steps of its local program are; pricer: of its
     ops under the same rules; keeps_all: whether nothing is to be recomputed."""
     prices = [_step_price(origin, pricer) for origin in origins]
     seconds = [p.compute_s + p.graph_s for p in prices]
-    steps = everything_kept(program) if keeps_all else cheapest_kept(program, seconds)
+    if keeps_all:
+        everything = everything_kept(program)
+        points = dict.fromkeys(SELECTIVE, everything)
+    else:
+        points = cheapest_kept(program, seconds)
+    return {
+        recompute: _chosen(program, origins, prices, pricer, steps)
+        for recompute, steps in points.items()
+    }
+
+
+def _chosen(
+    program: LocalProgram,
+    origins: Sequence[Origin],
+    prices: Sequence[RecomputePrice],
+    pricer: RegionPricer,
+    steps: frozenset[int],
+) -> Selective:
+    """Where the results of `steps` are kept."""
     kept = [origins[k] for k in sorted(steps)]
     return Selective(
         KeptResults(
@@ -90,19 +110,25 @@ def everything_kept(program: LocalProgram) -> frozenset[int]:
     return cut.needed(cut.steps)
 
 
-def cheapest_kept(program: LocalProgram, seconds: Sequence[float]) -> frozenset[int]:
-    """The steps whose results are kept: see the module docstring. seconds: of the forward of every
-    step. Everything that autograd keeps, where nothing beats the mix of that and of nothing."""
+def cheapest_kept(
+    program: LocalProgram, seconds: Sequence[float]
+) -> dict[Recompute, frozenset[int]]:
+    """The steps whose results are kept at each point: see the module docstring. seconds: of the
+    forward of every step. A point that nothing lies below is "selective", and that is everything
+    that autograd keeps where nothing beats the mix of all and nothing."""
     cut = Cut(program, seconds)
     everything = cut.needed(cut.steps)
-    _, most_bytes = cut.cost(everything)
-    most_s, _ = cut.cost(frozenset())
-    if not most_bytes:
-        return everything
-    price_s = most_s / most_bytes
-    found = cut.kept(price_s)
-    found_s, num_bytes = cut.cost(found)
-    return found if found_s + price_s * num_bytes < (1 - 1e-9) * most_s else everything
+    # Where nothing is recomputed not even views are made again.
+    ends = (0.0, cut.cost(everything)[1]), cut.cost(frozenset())
+    middle = cut.below(*ends)
+    if middle is None:
+        return dict.fromkeys(SELECTIVE, everything)
+    light, heavy = cut.below(ends[0], cut.cost(middle)), cut.below(cut.cost(middle), ends[1])
+    return {
+        "light": middle if light is None else light,
+        "selective": middle,
+        "heavy": middle if heavy is None else heavy,
+    }
 
 
 def _recomputed(program: LocalProgram, kept: frozenset[int]) -> list[int]:
@@ -124,6 +150,8 @@ class Cut:
         """Bytes by storage."""
         self.makers: dict[int, int] = {}
         """The step that makes each storage."""
+        self.viewers: dict[int, int] = {}
+        """The step that makes each view, where it makes views alone."""
         for k, step in enumerate(program.steps):
             for t, output in zip(step.outputs, step.probe.outputs, strict=True):
                 is_new = output.storage == NEW_STORAGE
@@ -136,6 +164,9 @@ class Cut:
             k for k, step in enumerate(program.steps) if k in made or step.probe.saved_bytes
         )
         """Those that make something, not views alone."""
+        for k, step in enumerate(program.steps):
+            if k not in self.steps:
+                self.viewers.update(dict.fromkeys(step.outputs, k))
 
     def cost(self, kept: frozenset[int]) -> tuple[float, int]:
         """Seconds of what is recomputed, and bytes of what is kept."""
@@ -144,6 +175,18 @@ class Cut:
         seconds = sum(self.seconds[k] for k in sorted(plan.steps))
         inside = sum(steps[k].probe.saved_bytes for k in kept)
         return seconds, inside + sum(self.sizes.get(t, 0) for t in plan.saved)
+
+    def below(self, more: tuple[float, int], fewer: tuple[float, int]) -> frozenset[int] | None:
+        """The choice furthest below the mix of two points, each seconds and bytes; None where
+        nothing is below it."""
+        (least_s, most_bytes), (most_s, least_bytes) = more, fewer
+        if most_bytes <= least_bytes:
+            return None
+        price_s = (most_s - least_s) / (most_bytes - least_bytes)
+        found = self.kept(price_s)
+        found_s, num_bytes = self.cost(found)
+        of_mix_s = most_s + price_s * least_bytes
+        return found if found_s + price_s * num_bytes < (1 - 1e-9) * of_mix_s else None
 
     def kept(self, price: float) -> frozenset[int]:
         """The steps of which something is kept where a byte costs `price` seconds."""
@@ -168,7 +211,9 @@ class Cut:
 
         def want(start: _Node, tensor: int) -> None:
             root = self.roots[tensor]
-            if root in self.makers:
+            if tensor in self.viewers:
+                graph.add_edge(start, ("R", self.viewers[tensor]))
+            elif root in self.makers:
                 graph.add_edge(start, ("W", root))
 
         for k, step in enumerate(self.program.steps):
@@ -178,9 +223,9 @@ class Cut:
                 want(_SOURCE, step.outputs[j])
             if k in self.steps:
                 add(_SOURCE, ("R", k), price * step.probe.saved_bytes)
-                add(("R", k), _SINK, self.seconds[k])
-                for t in step.operands:
-                    want(("R", k), t)
+            add(("R", k), _SINK, self.seconds[k])
+            for t in step.operands:
+                want(("R", k), t)
         for s, k in self.makers.items():
             add(("W", s), ("R", k), price * self.sizes[s])
         return graph

@@ -26,7 +26,7 @@ from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.conversion_step import Step
 from meshfold.ir.op_graph import ITEM_BYTES, Arg, Hole, OpGraph, Ref, SlotKind
 from meshfold.ir.spmd import Layout, local_shape
-from meshfold.ir.strategy import KeptResults, OpTyping, RegionTyping
+from meshfold.ir.strategy import SELECTIVE, KeptResults, OpTyping, RegionTyping
 from meshfold.passes.graph.without_dropout import ATTENTION
 from meshfold.passes.price.conversion_trees import conversion_trees
 from meshfold.passes.price.conversions import axis_conversion, conversion_steps
@@ -58,7 +58,7 @@ def is_kept(origin: Origin, kept: KeptResults) -> bool:
 
 def kept_steps(origins: Sequence[Origin], typing: RegionTyping) -> frozenset[int] | None:
     """Numbers of the steps that are kept; None where recomputation is not selective."""
-    if typing.recompute != "selective":
+    if typing.recompute not in SELECTIVE:
         return None
     return frozenset(k for k, origin in enumerate(origins) if is_kept(origin, typing.kept))
 

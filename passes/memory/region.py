@@ -32,6 +32,7 @@ from meshfold.ir.memory_estimate import MemoryEstimate
 from meshfold.ir.op_graph import FoldedGraph, Instance, OpGraph, SlotKind, SourceKind
 from meshfold.ir.spmd import Layout
 from meshfold.ir.strategy import (
+    SELECTIVE,
     UPDATED_BY_HOST,
     KeptResults,
     Offload,
@@ -207,9 +208,9 @@ class MemoryModel:
         pricer: RegionPricer,
         *,
         keeps_all: bool = False,
-    ) -> Selective:
-        """What one instance whose values arrive as `typing` declares keeps under selective
-        recomputation (kept_results.py). pricer: of its ops under the same rules."""
+    ) -> Mapping[Recompute, Selective]:
+        """What one instance whose values arrive as `typing` declares keeps under each point of
+        selective recomputation (kept_results.py). pricer: of its ops under the same rules."""
         written = self._written(graph, typing, typing.slots, floats)
         return selective(written.program, written.origins, pricer, keeps_all=keeps_all)
 
@@ -217,7 +218,7 @@ class MemoryModel:
         self, graph: OpGraph, typing: RegionTyping, floats: Sequence[float], pricer: RegionPricer
     ) -> RecomputePrice | None:
         """What the selective recomputation of `typing` adds to the backward; None for another."""
-        if typing.recompute != "selective":
+        if typing.recompute not in SELECTIVE:
             return None
         written = self._written(graph, typing, typing.slots, floats)
         return recompute_price(written.under(typing), written.origins, pricer)

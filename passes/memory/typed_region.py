@@ -5,13 +5,13 @@ Bytes, and what selective recomputation keeps, ask an op probe for every new siz
 costs as much as typing; what seconds alone rule out never needs them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from meshfold.cost_models.memory.live_ranges import RegionMemory
 from meshfold.ir.op_graph import FoldedGraph, OpGraph, SourceKind
-from meshfold.ir.strategy import KeptResults, Recompute, RegionTyping
+from meshfold.ir.strategy import SELECTIVE, KeptResults, Recompute, RegionTyping
 from meshfold.passes.memory.kept_results import Selective
 from meshfold.passes.memory.region import MemoryModel
 from meshfold.passes.price.region import RecomputePrice, RegionPrice, RegionPricer
@@ -34,7 +34,7 @@ class TypedRegion:
     def typed(self, recompute: Recompute) -> RegionTyping:
         """Its typing under what is recomputed."""
         if recompute not in self._typings:
-            kept = self.kept if recompute == "selective" else KeptResults()
+            kept = self.kept(recompute)
             self._typings[recompute] = replace(self.typing, recompute=recompute, kept=kept)
         return self._typings[recompute]
 
@@ -44,7 +44,7 @@ class TypedRegion:
 
     def added(self, recompute: Recompute) -> RecomputePrice | None:
         """What selective recomputation adds to the backward; None for another."""
-        return self._selective.price if recompute == "selective" else None
+        return self._selective[recompute].price if recompute in SELECTIVE else None
 
     def memory(self, recompute: Recompute) -> RegionMemory:
         """Of one instance."""
@@ -53,13 +53,20 @@ class TypedRegion:
             self._memories[recompute] = self.model.region(self.graph, typing, self.floats)
         return self._memories[recompute]
 
-    @property
-    def kept(self) -> KeptResults:
-        """What selective recomputation keeps."""
-        return self._selective.kept
+    def kept(self, recompute: Recompute) -> KeptResults:
+        """What selective recomputation keeps; nothing is said of another."""
+        return self._selective[recompute].kept if recompute in SELECTIVE else KeptResults()
+
+    def distinct(self, recomputes: Sequence[Recompute]) -> list[Recompute]:
+        """Of `recomputes` those that differ here: light and heavy may be what selective is."""
+        if "selective" not in recomputes:
+            return list(recomputes)
+        middle = self.kept("selective")
+        alike = {x for x in recomputes if x in SELECTIVE and self.kept(x) == middle}
+        return [x for x in recomputes if x == "selective" or x not in alike]
 
     @cached_property
-    def _selective(self) -> Selective:
+    def _selective(self) -> Mapping[Recompute, Selective]:
         of = self.graph, self.typing, self.floats, self.pricer
         return self.model.selective(*of, keeps_all=self.keeps_all)
 

@@ -27,7 +27,14 @@ from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.cost_models.op_costs.optimizers import Update
 from meshfold.ir.options import LayoutPin
 from meshfold.ir.spmd import Layout
-from meshfold.ir.strategy import UPDATED_BY_HOST, Offload, RegionTyping, UniformStrategy
+from meshfold.ir.strategy import (
+    SELECTIVE,
+    UPDATED_BY_HOST,
+    Offload,
+    Recompute,
+    RegionTyping,
+    UniformStrategy,
+)
 from meshfold.passes.graph.typed import layouts_of_values
 from meshfold.passes.memory.typed_region import TypedRegion
 from meshfold.passes.memory.zero import SlotFacts, copied_bytes, host_traffic
@@ -126,7 +133,9 @@ def region_candidates(
     """The candidates of a region for strategies that differ below the role of tp."""
     parameters = _Parameters(region, costs, optimizer)
     candidates = []
-    for recompute, offload in dict.fromkeys((s.recompute, s.offload) for s in strategies):
+    distinct = region.typed.distinct(list(dict.fromkeys(s.recompute for s in strategies)))
+    kinds = dict.fromkeys((s.recompute, s.offload) for s in strategies if s.recompute in distinct)
+    for recompute, offload in kinds:
         alike = [s for s in strategies if (s.recompute, s.offload) == (recompute, offload)]
         levels = {s.zero: s for s in alike}
         for level, sharded in parameters.choices(set(levels)):
@@ -144,6 +153,18 @@ def most_sharded(
         if len(candidate.sharded) > len(known.sharded):
             found[candidate.strategy] = candidate
     return found
+
+
+def alike(strategy: UniformStrategy) -> list[UniformStrategy]:
+    """`strategy`, and what it is in a region that has no candidate for it: one without ZeRO where
+    nothing can be sharded, selective recomputation where light or heavy is no other."""
+    words: list[Recompute] = [strategy.recompute]
+    if strategy.recompute in SELECTIVE:
+        words.append("selective")
+    found = [
+        replace(strategy, zero=zero, recompute=x) for zero in (strategy.zero, 0) for x in words
+    ]
+    return list(dict.fromkeys(found))
 
 
 def _update(summed: Sequence[int]) -> Update:

@@ -31,6 +31,7 @@ from meshfold.passes.memory.zero import SlotFacts, program_shards, program_state
 from meshfold.passes.one_pass.candidates import (
     RegionChoices,
     StrategyCandidate,
+    alike,
     most_sharded,
     region_candidates,
 )
@@ -178,14 +179,14 @@ class MeshPlanner:
     def _is_everywhere(self, strategy: UniformStrategy) -> bool:
         """Whether every region has a candidate for it; where the user fixed layouts, some have
         none."""
-        plain = replace(strategy, zero=0)
-        return all(strategy in of or plain in of for of in self._most_sharded)
+        like = alike(strategy)
+        return all(any(x in of for x in like) for of in self._most_sharded)
 
     def _uniform_candidates(self, strategy: UniformStrategy) -> list[StrategyCandidate]:
-        """The candidate of `strategy` with most parameters sharded, for each region; where nothing
-        can be sharded, its candidate without ZeRO."""
-        plain = replace(strategy, zero=0)
-        return [of[strategy] if strategy in of else of[plain] for of in self._most_sharded]
+        """The candidate of `strategy` with most parameters sharded, for each region, or of what is
+        the same there."""
+        like = alike(strategy)
+        return [next(of[x] for x in like if x in of) for of in self._most_sharded]
 
     @cached_property
     def _most_sharded(self) -> list[dict[UniformStrategy, StrategyCandidate]]:

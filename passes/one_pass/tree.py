@@ -20,6 +20,7 @@ from typing import get_args
 
 from meshfold.ir.options import Mode, PinValue
 from meshfold.ir.strategy import (
+    SELECTIVE,
     UPDATED_BY_HOST,
     Degrees,
     Offload,
@@ -276,7 +277,7 @@ def _rules(spec: SearchSpec) -> list[tuple[str, _Keeps]]:
         rules.append((SAVED_EAGER, lambda strategy: strategy.offload != "activations"))
     rules.append((GATHERED_ONCE, may_come_by_layer))
     rules.append((NOTHING_SAVED, lambda s: (s.recompute, s.offload) != ("full", "activations")))
-    rules.append((SAVED_ONCE, lambda s: (s.recompute, s.offload) != ("selective", "activations")))
+    rules.append((SAVED_ONCE, lambda s: s.recompute not in SELECTIVE or s.offload != "activations"))
     return rules
 
 

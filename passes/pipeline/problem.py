@@ -192,7 +192,8 @@ class PipelineProblems:
         )
 
     def layer_costs(self, strategies: Sequence[UniformStrategy]) -> list[list[StrategyCosts]]:
-        """The costs of a layer of each region under each of `strategies`, alike in all degrees."""
+        """The costs of a layer of each region under those of `strategies` that differ for it;
+        all are alike in all degrees."""
         key = tuple(strategies)
         if key not in self._layer_costs:
             self._layer_costs[key] = self._costs_of_layers(key)
@@ -203,10 +204,12 @@ class PipelineProblems:
         tables = self.tables(strategies[0], recomputes)
         is_all_on_host = all(s.offload in UPDATED_BY_HOST for s in strategies)
         context = replace(self._context(strategies[0]), is_all_on_host=is_all_on_host)
-        return [
-            [strategy_costs(layer, strategy, context, num_bytes) for strategy in strategies]
-            for layer, num_bytes in zip(tables.layers, tables.output_bytes, strict=True)
-        ]
+        by_region = []
+        for layer, num_bytes in zip(tables.layers, tables.output_bytes, strict=True):
+            distinct = layer.region.distinct(recomputes)
+            different = [s for s in strategies if s.recompute in distinct]
+            by_region.append([strategy_costs(layer, s, context, num_bytes) for s in different])
+        return by_region
 
     def fastest_s(self, strategies: Sequence[UniformStrategy]) -> list[tuple[float, float]]:
         """Least seconds of a forward, and of a microbatch both ways, for each layer."""

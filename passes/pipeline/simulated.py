@@ -15,7 +15,7 @@ from meshfold.cost_models.simulation.stage_memory import StageMemory
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.plan import ConversionRecord
 from meshfold.ir.step_events import SimulatedStep, StepEvents
-from meshfold.ir.strategy import KeptResults, RegionTyping
+from meshfold.ir.strategy import SELECTIVE, KeptResults, RegionTyping
 from meshfold.passes.events.bucketing import BucketSizes, bucketed_events
 from meshfold.passes.events.stages import StageWriter
 from meshfold.passes.graph.reads import program_reads
@@ -100,9 +100,10 @@ class TypedPipeline:
     def _kept(self, choice: RegionChoice, typing: RegionTyping) -> KeptResults:
         """What selective recomputation keeps, chosen without the dp axis, which its conversions
         leave as it is."""
-        if choice.layer_costs.strategy.recompute != "selective":
+        recompute = choice.layer_costs.strategy.recompute
+        if recompute not in SELECTIVE:
             return KeptResults()
-        kept = self.found.problem.tables.layers[choice.region].region.kept
+        kept = self.found.problem.tables.layers[choice.region].region.kept(recompute)
         layouts = layouts_of_values(self.folded.regions[choice.region].graph, typing)
         conversions = []
         for v, layout in kept.conversions:

@@ -233,7 +233,9 @@ _DONE: Mapping[str, Mapping[object, str]] = MappingProxyType(
         },
         RECOMPUTE: {
             "full": "full recomputation in {}",
+            "heavy": "heavy selective recomputation in {}",
             "selective": "selective recomputation in {}",
+            "light": "light selective recomputation in {}",
         },
         ZERO: {3: "ZeRO 3 in {}", 2: "ZeRO 2 in {}", 1: "ZeRO 1 in {}", 0: "no ZeRO in {}"},
     }

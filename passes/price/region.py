@@ -29,7 +29,7 @@ from meshfold.ir.mesh import DATA_AXIS, REPLICATE_AXIS, SHARD_AXIS
 from meshfold.ir.op_graph import OpGraph, SlotKind
 from meshfold.ir.plan import ConversionKind, ConversionRecord
 from meshfold.ir.spmd import Layout
-from meshfold.ir.strategy import Recompute, RegionTyping
+from meshfold.ir.strategy import SELECTIVE, Recompute, RegionTyping
 from meshfold.passes.graph.typed import layouts_of_values, value_name
 from meshfold.passes.price.conversions import (
     ConversionCost,
@@ -230,7 +230,7 @@ class RegionPricer:
         """The price of one instance whose slots are stored, or arrive, as `slots`; those that are
         no parameters as the typing has them. host: what goes there. selective: what selective
         recomputation adds."""
-        assert (recompute == "selective") == (selective is not None)
+        assert (recompute in SELECTIVE) == (selective is not None)
         stored = tuple([slots[i] for i in self._parameters])
         price = self._prices.get(stored)
         if price is None:

@@ -144,8 +144,9 @@ def merge_exchanges(
             break
         reached = [states]
         while True:
-            last = _undominated(_exchanged(reached[-1], exchanges, index, filling.counts, log))
-            last = last.take(np.flatnonzero(dual_s + last.regret_s < limit_s))
+            last = _exchanged(reached[-1], exchanges, index, filling.counts, log)
+            # No state dominates one of less regret, so regret goes first: it is cheaper to ask.
+            last = _undominated(last.take(np.flatnonzero(dual_s + last.regret_s < limit_s)))
             if not len(last.numbers):
                 break
             if log.size > state_cap:
@@ -155,8 +156,9 @@ def merge_exchanges(
             if values[least] < limit_s:
                 limit_s, best = float(values[least]), int(last.numbers[least])
             reached.append(last)
-        states = _undominated(_joined(reached))
-        states = states.take(np.flatnonzero(dual_s + states.regret_s < limit_s))
+        if len(reached) > 1:
+            states = _joined(reached)
+            states = _undominated(states.take(np.flatnonzero(dual_s + states.regret_s < limit_s)))
     return MergeResult(log.chosen(best) if best >= 0 else None, log.size, False)
 
 
@@ -191,8 +193,9 @@ def _undominated(states: _States) -> _States:
     """States that no other dominates; of equal ones one is retained."""
     if len(states.numbers) < 2:
         return states
-    order = np.lexsort((states.time_s, -states.free_bytes, *states.used.T))
-    used = states.used[order]
+    used = states.used[:, states.used.any(axis=0)]
+    order = np.lexsort((states.time_s, -states.free_bytes, *used.T))
+    used = used[order]
     block = np.concatenate(([0], np.cumsum(np.any(used[1:] != used[:-1], axis=1))))
     # Ranks of times, lowered from block to block, so that the running least starts anew in each.
     ranks = np.unique(states.time_s[order], return_inverse=True)[1]

@@ -79,7 +79,7 @@ def test_the_option_surface_is_frozen() -> None:
         ({"pins": {"tp": "two"}}, "pin tp=two: no number; write one"),
         (
             {"pins": {"recompute": "some"}},
-            "pin recompute=some: unknown; write none or selective or full",
+            "pin recompute=some: unknown; write none or light or selective or heavy or full",
         ),
         (
             {"pins": {"offload": "all"}},

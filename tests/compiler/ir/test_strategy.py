@@ -2,20 +2,21 @@
 
 import pytest
 
-from meshfold.ir.strategy import KeptResults, RegionTyping, UniformStrategy
+from meshfold.ir.strategy import SELECTIVE, KeptResults, RegionTyping, UniformStrategy
 
 
-def test_recompute_is_one_of_three_words() -> None:
+def test_recompute_is_one_of_five_words() -> None:
     assert RegionTyping((), (), ()).recompute == "none"
     assert RegionTyping((), (), (), "full").recompute == "full"
-    with pytest.raises(ValueError, match="recompute is none or selective or full, not 'some'"):
+    with pytest.raises(ValueError, match="recompute is none or light or .* or full, not 'some'"):
         RegionTyping((), (), (), "some")  # type: ignore[arg-type]
 
 
 def test_selective_recomputation_alone_keeps_results() -> None:
     kept = KeptResults((3,), ((1, ()),))
-    assert RegionTyping((), (), (), "selective", kept=kept).kept == kept
-    with pytest.raises(ValueError, match="recompute full keeps no results; selective does"):
+    for recompute in SELECTIVE:
+        assert RegionTyping((), (), (), recompute, kept=kept).kept == kept
+    with pytest.raises(ValueError, match="recompute full keeps no results; light or selective or"):
         RegionTyping((), (), (), "full", kept=kept)
 
 

@@ -147,9 +147,10 @@ def test_in_micro_chunks_and_as_collective_matmuls(pins: str, parts: int) -> Non
     assert max(max(errors.values()) for errors in found) < EXACT
 
 
-def test_stages_on_one_device() -> None:
+@pytest.mark.parametrize("recompute", ["light", "selective", "heavy"])
+def test_stages_on_one_device(recompute: str) -> None:
     model, batch = stack(4)
-    assert difference(model, batch, 2, 2, {"recompute": "selective"}) < EXACT
+    assert difference(model, batch, 2, 2, {"recompute": recompute}) < EXACT
 
 
 def test_collectives_whose_results_are_kept_do_not_run_again() -> None:

@@ -1,6 +1,7 @@
 """What selective recomputation costs and keeps, on the layers of models."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from support.models.hugging_face import BATCH, tiny_model
@@ -45,7 +46,8 @@ def test_selective_is_below_the_mix_of_keeping_all_and_nothing(
     for r in sorted(layer_regions(graph)):
         floats = next(i.floats for i in graph.instances if i.region == r)
         region, pricer = graph.regions[r].graph, solutions[r].pricer
-        chosen = model.selective(region, typings[r], floats, pricer)
+        points = model.selective(region, typings[r], floats, pricer)
+        chosen = points["selective"]
         of = replace(typings[r], recompute="selective", kept=chosen.kept)
         full = replace(typings[r], recompute="full")
         kept = [model.region(region, t, floats).saved_bytes for t in (typings[r], of, full)]
@@ -61,3 +63,30 @@ def test_selective_is_below_the_mix_of_keeping_all_and_nothing(
         )
         # Copies around collectives are charged by the simulator alone.
         assert added_s <= again_s * (1 + 1e-9) and again_s == pytest.approx(added_s, rel=0.05)
+
+
+@pytest.mark.parametrize(("family", "num_points"), [("gpt2", 2), ("llama", 4)])
+def test_points_of_the_curve_are_in_order_and_convex(family: str, num_points: int) -> None:
+    """Each keeps fewer bytes for more seconds than the one before, at a rising price a byte."""
+    graph = capture(*tiny_model(family, layers=3)).graph
+    cluster = resolve_cluster("dgx-v100", 1)
+    search = MeshSearch(graph, cluster, build_mesh(cluster, 1, 1), BATCH)
+    typings = search.solve(zero=0).typings
+    solutions, model = search.solutions("tensor"), MemoryModel(search.costs, PROBER)
+    for r in sorted(layer_regions(graph)):
+        floats = next(i.floats for i in graph.instances if i.region == r)
+        region, pricer = graph.regions[r].graph, solutions[r].pricer
+        chosen = model.selective(region, typings[r], floats, pricer)
+        points = [(model.region(region, typings[r], floats).saved_bytes, 0.0)]
+        for recompute, point in chosen.items():
+            of = replace(typings[r], recompute=recompute, kept=point.kept)
+            added_s = point.price.compute_s + point.price.graph_s
+            points.append((model.region(region, of, floats).saved_bytes, added_s))
+        points = list(dict.fromkeys(points))
+        assert points == sorted(points, key=lambda x: (-x[0], x[1]))
+        slopes = [
+            (later_s - earlier_s) / (more - fewer)
+            for (more, earlier_s), (fewer, later_s) in pairwise(points)
+        ]
+        assert slopes == sorted(slopes)
+        assert len(points) == num_points

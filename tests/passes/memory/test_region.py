@@ -225,7 +225,7 @@ def emitted_peaks(
     ],
     ids=lambda x: x if isinstance(x, str) else x.label,
 )
-@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("recompute", ["full", "heavy", "selective"])
 def test_memory_of_a_program_whose_layers_are_recomputed(
     family: str, strategy: UniformStrategy, recompute: Recompute, captures: Captures
 ) -> None:

@@ -1,9 +1,11 @@
 """The decision tree: its strategies, the named cuts and what pins do to it."""
 
+from typing import get_args
+
 import pytest
 
 from meshfold.errors import OptionError
-from meshfold.ir.strategy import Degrees, UniformStrategy
+from meshfold.ir.strategy import SELECTIVE, Degrees, Recompute, UniformStrategy
 from meshfold.passes.one_pass.pruning import divisors
 from meshfold.passes.one_pass.tree import (
     ALL_ON_DISK,
@@ -62,7 +64,7 @@ def test_four_devices() -> None:
         "tp4 as dp, zero2",
         "tp4 as dp, zero3",
     ]
-    assert len(tree(4).strategies) == 3 * len(plain)
+    assert len(tree(4).strategies) == 5 * len(plain)
     assert "dp4, zero3, recompute full" in {strategy.label for strategy in tree(4).strategies}
 
 
@@ -108,7 +110,7 @@ def test_tp_is_dp_where_the_batch_divides_over_both() -> None:
 
 def test_one_device_keeps_or_recomputes() -> None:
     assert tree(1).strategies == tuple(
-        UniformStrategy(recompute=word) for word in ("none", "selective", "full")
+        UniformStrategy(recompute=word) for word in get_args(Recompute)
     )
 
 
@@ -140,7 +142,7 @@ def test_offload_comes_on_request() -> None:
     of_disk = {**spec, "disk_bytes_per_s": 1e9}
     small = tree(2, allow_offload=True, states_on_disk=True, **of_disk)
     assert {strategy.offload for strategy in small.strategies} == {"none", "disk", "activations"}
-    assert small.pruned[ALL_ON_DISK] == 2 * 3 * (4 + 2 + 4)
+    assert small.pruned[ALL_ON_DISK] == 2 * 5 * (4 + 2 + 4)
     pinned = tree(2, pins={"offload": "disk"}, **of_disk).strategies
     assert {strategy.offload for strategy in pinned} == {"disk"}
     assert tree(2, allow_offload=True, **of_disk).strategies == found
@@ -150,7 +152,7 @@ def test_zero_1_in_one_pass_is_zero_2() -> None:
     """Gradients are reduce-scattered as they come; it is offered where somebody pins it."""
     assert {strategy.zero for strategy in tree(2).strategies} == {0, 2, 3}
     # Three ways to recompute, on dp2 and on tp2 as dp.
-    assert tree(2).pruned[GRADIENTS] == 2 * 3
+    assert tree(2).pruned[GRADIENTS] == 2 * 5
     assert {strategy.zero for strategy in tree(2, switched_off=(GRADIENTS,)).strategies} == {
         0,
         1,
@@ -173,13 +175,13 @@ def test_offload_needs_a_link_to_the_host_and_states() -> None:
     }
     linked = tree(2, allow_offload=True, host_bytes_per_s=1e9)
     assert {strategy.offload for strategy in linked.strategies} == {"none", "activations"}
-    assert linked.pruned[NO_HOST_MEMORY] == 3 * 3 * (4 + 2 + 4)
+    assert linked.pruned[NO_HOST_MEMORY] == 3 * 5 * (4 + 2 + 4)
     stateless = tree(2, allow_offload=True, **hosts, has_states=False)
     assert {strategy.offload for strategy in stateless.strategies} == {"none", "activations"}
     assert NO_HOST_LINK not in known.pruned and stateless.pruned[NO_STATES] > 0
     # Four ways to offload, three to recompute; four ZeRO levels on dp2 and on tp2 as dp, one on
     # tp2, with and without sp.
-    assert tree(2, allow_offload=True).pruned[NO_HOST_LINK] == 4 * 3 * (4 + 2 + 4)
+    assert tree(2, allow_offload=True).pruned[NO_HOST_LINK] == 4 * 5 * (4 + 2 + 4)
 
 
 def test_states_go_to_the_host_only_where_somebody_asks() -> None:
@@ -187,7 +189,7 @@ def test_states_go_to_the_host_only_where_somebody_asks() -> None:
     unasked = tree(1, **hosts)
     assert {strategy.offload for strategy in unasked.strategies} == {"none"}
     # Whatever else it does, four things to offload: without recomputation, with some or all of it.
-    assert unasked.pruned[UNASKED_OFFLOAD] == 3 * 4
+    assert unasked.pruned[UNASKED_OFFLOAD] == 5 * 4
     assert unasked.strategies == tree(1).strategies
     pinned = tree(1, **hosts, pins={"offload": "optimizer"})
     assert {strategy.offload for strategy in pinned.strategies} == {"optimizer"}
@@ -198,8 +200,8 @@ def test_activations_of_recomputed_layers_stay() -> None:
     restriction that plans name."""
     spec = {"allow_offload": True, "host_bytes_per_s": 1e9, "host_memory_bytes_per_s": 1e9}
     found = tree(1, **spec)
-    assert found.pruned == {IN_MEMORY: 3, NOTHING_SAVED: 1, SAVED_ONCE: 1}
-    assert len(found.strategies) == 10
+    assert found.pruned == {IN_MEMORY: 5, NOTHING_SAVED: 1, SAVED_ONCE: 3}
+    assert len(found.strategies) == 16
     assert SAVED_ONCE in RESTRICTIONS and NOTHING_SAVED not in RESTRICTIONS
     pinned = tree(1, pins={"offload": "activations"}, **spec)
     assert [strategy.recompute for strategy in pinned.strategies] == ["none"]
@@ -208,7 +210,7 @@ def test_activations_of_recomputed_layers_stay() -> None:
 def test_activations_stay_in_mode_scheduled() -> None:
     spec = {"allow_offload": True, "host_bytes_per_s": 1e9, "host_memory_bytes_per_s": 1e9}
     found = tree(1, mode="scheduled", **spec)
-    assert found.pruned == {IN_MEMORY: 3, SAVED_EAGER: 3} and SAVED_EAGER in RESTRICTIONS
+    assert found.pruned == {IN_MEMORY: 5, SAVED_EAGER: 5} and SAVED_EAGER in RESTRICTIONS
 
 
 @pytest.mark.parametrize(
@@ -223,7 +225,10 @@ def test_activations_stay_in_mode_scheduled() -> None:
             for pins, mode, why in (
                 ({}, "scheduled", "activations go to the host in mode eager alone; leave --mode"),
                 ({"recompute": "full"}, "eager", "full recomputation keeps nothing to offload; l"),
-                ({"recompute": "selective"}, "eager", "selective recomputation keeps activations"),
+                *(
+                    ({"recompute": word}, "eager", "selective recomputation keeps activations")
+                    for word in SELECTIVE
+                ),
             )
         ),
         (
@@ -263,7 +268,7 @@ def test_batch_that_does_not_divide_is_pruned() -> None:
     assert {strategy.dp for strategy in found.strategies} == {1, 2}
     # dp4, dp2 x tp2 as dp and tp4 as dp: four ZeRO levels, three ways to recompute and five to
     # offload.
-    assert found.pruned[BATCH] == 3 * 4 * 3 * 5
+    assert found.pruned[BATCH] == 3 * 4 * 5 * 5
 
 
 def test_tp_stays_inside_a_node_while_it_can() -> None:

@@ -231,8 +231,8 @@ def test_layers_are_mixed_when_memory_lies_between():
         plan(*deep, memory_bytes=10_000)
     budget = (plain.memory.peak + caught.value.required_bytes) // 2
     mixed = plan(*deep, memory_bytes=budget)
-    layers = [r for r in mixed.regions if "recompute full" in r.choice.name]
-    assert layers and any(r.strategy.recompute == "none" for r in mixed.regions)
+    chosen = {r.strategy.recompute for r in mixed.regions}
+    assert len(chosen) > 1 and chosen != {"none"}
     assert sum(run.count for run in mixed.stages[0].runs) == len(graph.instances)
     assert caught.value.required_bytes <= mixed.memory.peak <= budget
     assert mixed.time.step_s > plain.time.step_s
@@ -341,13 +341,13 @@ def tight_bytes() -> int:
 def test_offload_competes_where_it_is_allowed():
     here = on_v100("deep gpt2", memory_bytes=tight_bytes())
     asked = on_v100("deep gpt2", memory_bytes=tight_bytes(), allow_offload=True)
-    # Of three ways to recompute and five to offload.
-    assert here.search.pruned[UNASKED_OFFLOAD] == 12
+    # Of five ways to recompute and five to offload.
+    assert here.search.pruned[UNASKED_OFFLOAD] == 20
     assert {region.strategy.offload for region in asked.regions} > {"none"}
     # More leaves to choose from: faster here, where they are what memory asks for.
     assert asked.time.step_s < here.time.step_s
     assert asked.memory.peak <= tight_bytes()
-    assert asked.search.left_out[SAVED_ONCE] == 1
+    assert asked.search.left_out[SAVED_ONCE] == 3
 
 
 def test_a_plan_with_activations_on_the_host_keeps_its_figures_and_is_emitted():

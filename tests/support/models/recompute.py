@@ -14,7 +14,7 @@ from meshfold.codegen.program.emitted import EmittedProgram
 from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.op_graph import FoldedGraph
-from meshfold.ir.strategy import Recompute, RegionTyping, UniformStrategy
+from meshfold.ir.strategy import SELECTIVE, Recompute, RegionTyping, UniformStrategy
 from meshfold.memory_probe.prober import OpProber
 from meshfold.passes.memory.region import MemoryModel
 from meshfold.passes.price.region import RegionPricer
@@ -67,7 +67,12 @@ def recomputed(
 
 
 def selective(
-    folded: FoldedGraph, typings: Sequence[RegionTyping], costs: CostModel, *, only_layers: bool
+    folded: FoldedGraph,
+    typings: Sequence[RegionTyping],
+    costs: CostModel,
+    *,
+    only_layers: bool,
+    recompute: Recompute = "selective",
 ) -> list[RegionTyping]:
     """`typings` with selective recomputation in the layers, or everywhere."""
     model = MemoryModel(costs, PROBER)
@@ -79,8 +84,8 @@ def selective(
         floats = next(i.floats for i in folded.instances if i.region == number)
         rules = typed_rules(region.graph, typing, region.name, costs.mesh)
         pricer = RegionPricer(region.graph, typing, rules, costs)
-        kept = model.selective(region.graph, typing, floats, pricer).kept
-        found.append(replace(typing, recompute="selective", kept=kept))
+        kept = model.selective(region.graph, typing, floats, pricer)[recompute].kept
+        found.append(replace(typing, recompute=recompute, kept=kept))
     return found
 
 
@@ -89,8 +94,14 @@ def emit_recomputed(
 ) -> EmittedProgram:
     """`program` with recomputation in the layers, or everywhere."""
     costs = CostModel(resolve_cluster("local-cpu", program.mesh.num_ranks), program.mesh)
-    if recompute == "selective":
-        typings = selective(program.folded, program.typings, costs, only_layers=only_layers)
+    if recompute in SELECTIVE:
+        typings = selective(
+            program.folded,
+            program.typings,
+            costs,
+            only_layers=only_layers,
+            recompute=recompute,
+        )
     else:
         typings = recomputed(program.folded, program.typings, only_layers)
     return emit_typed(program.folded, typings, costs)

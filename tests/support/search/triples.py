@@ -154,7 +154,7 @@ def _options(
         [
             *[{"zero": draw.choice([0, 3, 3, 1])}] * 3,
             *[{"sp": draw.choice([0, 1])}] * 2,
-            *[{"recompute": draw.choice(["none", "full", "full", "selective"])}] * 3,
+            *[{"recompute": draw.choice(["none", "full", "heavy", "selective"])}] * 3,
             {f"layout:{name}": layout},
             *[{}] * 9,
         ]
