@@ -137,6 +137,10 @@ class TieredCandidate(ABC):
         self._num_asked += 1
         return True
 
+    def ask_last_again(self) -> None:
+        """The last tier counts as not asked."""
+        self._num_asked = min(self._num_asked, len(self._tiers) - 1)
+
     @abstractmethod
     def solve(self, beat_s: float, /) -> Solution:
         """As for Candidate."""

@@ -29,6 +29,7 @@ from meshfold.cost_models.pipeline.schedules import ScheduleKind
 from meshfold.ir.strategy import UniformStrategy
 from meshfold.passes.one_pass.best_first import (
     BestFirstResult,
+    BoundQueue,
     Solution,
     SolvedCandidate,
     TieredCandidate,
@@ -102,6 +103,9 @@ class PipelineOutcome:
     left_out: Mapping[str, int] = field(default_factory=dict)
     """By name, what was not tried and no bound rules out."""
 
+    candidates: tuple["_Pipeline", ...] = ()
+    """Those of one stage per device that took part, for beyond_sums."""
+
     @property
     def num_priced(self) -> int:
         """Candidates for which a plan was found."""
@@ -144,10 +148,29 @@ def search_pipelines(
     if of_several and of_several[0].step_s < race.incumbent_s:
         best = of_several[0]
     left_out = dict(several.left_out)
+    took_part = (*plain, *near)
     if far := [p for p in replicated if p not in near and p.bound_s < race.incumbent_s]:
         left_out[REPLICAS] = sum(tree.num_kinds(p.degrees) for p in far)
     of_found = (*found, *of_several)
-    return PipelineOutcome(best, bound_s, dict(pruned), searched, of_found, several, left_out)
+    return PipelineOutcome(
+        best, bound_s, dict(pruned), searched, of_found, several, left_out, took_part
+    )
+
+
+def beyond_sums(outcome: PipelineOutcome, limit_s: float, most: int) -> PipelineOutcome:
+    """`outcome` with plans of up to `most` candidates that had none and add up to less than
+    limit_s, the lowest bound first: they may simulate faster than what adds up to less."""
+    waiting = [p for p in outcome.candidates if p.found is None]
+    for pipeline in waiting:
+        pipeline.reopen(limit_s)
+    queue = BoundQueue(waiting)
+    found: list[PricedPipeline] = []
+    while len(found) < most and (popped := queue.pop(limit_s)) is not None:
+        found += [popped.found] if popped.found else []
+    searched = {degrees: (bound_s, step_s) for degrees, bound_s, step_s in outcome.searched}
+    searched |= {p.degrees: p.searched for p in waiting if p.searched}
+    rows = tuple((degrees, *of_degrees) for degrees, of_degrees in searched.items())
+    return replace(outcome, found=(*outcome.found, *found), searched=rows)
 
 
 def _with_replicas_apart(
@@ -212,6 +235,12 @@ class _Pipeline(TieredCandidate):
     @property
     def is_typed(self) -> bool:
         return self.rule != PEAK_RATE
+
+    def reopen(self, limit_s: float) -> None:
+        """Ask its stages for a plan faster than limit_s, whatever other candidates have."""
+        self.race = replace(self.race, incumbent_s=limit_s)
+        self.__dict__.pop("_stages", None)
+        self.ask_last_again()
 
     @property
     def has_replicas(self) -> bool:

@@ -22,10 +22,16 @@ from meshfold.ir.plan import MeshOutcome, Plan, PricedStrategy, SearchStats
 from meshfold.ir.stage_pins import is_pipeline_pinned
 from meshfold.passes.graph.boundaries import carried_sequences, carries_feature_maps
 from meshfold.passes.memory.host_use import HostUse
+from meshfold.passes.one_pass.shortlist import MOST_BEYOND
 from meshfold.passes.one_pass.tree import RESTRICTIONS, SearchSpec
 from meshfold.passes.pipeline.device_memory import device_memory
 from meshfold.passes.pipeline.problem import PipelineProblems
-from meshfold.passes.pipeline.search import PipelineOutcome, PricedPipeline, search_pipelines
+from meshfold.passes.pipeline.search import (
+    PipelineOutcome,
+    PricedPipeline,
+    beyond_sums,
+    search_pipelines,
+)
 from meshfold.passes.pipeline.simulated import TypedPipeline, rank_pipelines
 from meshfold.passes.pipeline.tree import CUT_EXPERTS, PipelineTree, grow_pipelines
 from meshfold.passes.planner.accumulation import fitting_rows
@@ -57,7 +63,7 @@ def plan_with_pipelines(request: PlanRequest, in_one_pass: Sequence[Plan]) -> tu
         # A pipeline is held against the simulated step: what adds up to no more than that counts.
         known = max(without.step_s, without.time.step_s), without.search.lower_bound_s
     outcome = search_pipelines(problems, tree, step_s=known[0], lower_bound_s=known[1])
-    typed, best_s = _fastest_that_fits(problems, outcome)
+    typed, best_s, outcome = _fastest(problems, outcome, known[0])
     best = None if typed is None else typed.found
     if without and best_s > (1 - LEAST_GAIN) * without.step_s:
         best = None
@@ -88,12 +94,31 @@ def plan_with_pipelines(request: PlanRequest, in_one_pass: Sequence[Plan]) -> tu
     return pipeline, *others
 
 
+def _fastest(
+    problems: PipelineProblems, outcome: PipelineOutcome, known_s: float
+) -> tuple[TypedPipeline | None, float, PipelineOutcome]:
+    """The fastest as simulated that fits, its seconds, and the outcome with what was searched for
+    it. Where it takes longer than it adds up, MOST_BEYOND of the pipelines that add up to less than
+    it takes, or than known_s, are planned and simulated, too."""
+    typed, best_s = _fastest_that_fits(problems, outcome.found)
+    if typed is None:
+        return None, best_s, outcome
+    limit_s = (1 - LEAST_GAIN) * min(best_s, known_s)
+    if typed.found.step_s < limit_s:
+        known = len(outcome.found)
+        outcome = beyond_sums(outcome, limit_s, MOST_BEYOND)
+        other, other_s = _fastest_that_fits(problems, outcome.found[known:])
+        if other_s < limit_s:
+            typed, best_s = other, other_s
+    return typed, best_s, outcome
+
+
 def _fastest_that_fits(
-    problems: PipelineProblems, outcome: PipelineOutcome
+    problems: PipelineProblems, found_by_sums: Sequence[PricedPipeline]
 ) -> tuple[TypedPipeline | None, float]:
     """The first by simulated time whose simulated peak fits, too, and its seconds: what the search
     adds up is seldom less than that."""
-    ranked = rank_pipelines(problems, outcome.found) if outcome.found else []
+    ranked = rank_pipelines(problems, found_by_sums) if found_by_sums else []
     for found, step_s in ranked:
         typed = TypedPipeline(problems, found)
         devices = range(found.plan.schedule.num_devices)

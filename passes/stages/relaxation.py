@@ -79,15 +79,37 @@ def _bounds_s(
     prices = _prices(tables)
     value = np.array([(s + np.outer(prices, m)).min(axis=1) for s, m in tables])
     prefix = _prefix_sums(np.repeat(value, counts, axis=0).T)
-    windows = sliding_window_view(_padded(prefix, width), width + 1, axis=1)
-    sums = windows - prefix[:, :, None] - (prices[:, None] * room)[:, :, None]
+    rows, row_of = _different_rows(problem, room, width)
+    room = room[rows]
+    sums = _windows(prefix, rows, width) - (prices[:, None] * room)[:, :, None]
     best = sums.max(axis=0)
     least = _prefix_sums(np.repeat([[m.min() for _, m in tables]], counts, axis=1))
     missing = _prefix_sums(np.repeat([(~usable).astype(float)], counts, axis=1))
     for values, limit in ((least, room), (missing, np.zeros_like(room))):
-        used = sliding_window_view(_padded(values, width), width + 1, axis=1)[0]
-        best[used - values[0][:, None] > limit[:, None]] = np.inf
-    return np.asarray(np.maximum(best, 0.0))
+        best[_windows(values, rows, width)[0] > limit[:, None]] = np.inf
+    return np.asarray(np.maximum(best, 0.0)[row_of])
+
+
+def _different_rows(problem: StageProblem, room: IntArray, width: int) -> tuple[IntArray, IntArray]:
+    """The first layers whose stages differ, and by first layer which of these it is like: deep in a
+    run of equal layers stages of up to `width` are the same wherever they begin."""
+    like = np.arange(problem.num_layers + 1)
+    for start, stop in zip(problem.starts, problem.starts[1:], strict=False):
+        inside = np.arange(start, stop - width + 1)
+        if len(inside) > 1:
+            _, first, which = np.unique(room[inside], return_index=True, return_inverse=True)
+            like[inside] = inside[first][which]
+    rows, row_of = np.unique(like, return_inverse=True)
+    return rows, row_of
+
+
+def _windows(prefix: FloatArray, rows: IntArray, width: int) -> FloatArray:
+    """Sums over up to `width` layers from each of `rows` on; infinite beyond the end of the
+    chain. prefix: sums before each layer, shape (n, L + 1); the result's: (n, rows, width + 1)."""
+    padded = np.full((len(prefix), prefix.shape[1] + width), np.inf)
+    padded[:, : prefix.shape[1]] = prefix
+    of_rows = sliding_window_view(padded, width + 1, axis=1)[:, rows]
+    return np.asarray(of_rows - of_rows[:, :, :1])
 
 
 def _prices(tables: Sequence[tuple[FloatArray, IntArray]]) -> FloatArray:
@@ -107,8 +129,3 @@ def _prefix_sums(per_layer: FloatArray) -> FloatArray:
     sums = np.zeros((len(per_layer), per_layer.shape[1] + 1))
     np.cumsum(per_layer, axis=1, out=sums[:, 1:])
     return sums
-
-
-def _padded(prefix: FloatArray, width: int) -> FloatArray:
-    """`prefix` continued by infinity, so that windows beyond the end of the chain are infinite."""
-    return np.pad(prefix, ((0, 0), (0, width)), constant_values=np.inf)

@@ -16,7 +16,7 @@ from meshfold.cost_models.pipeline.makespan import StageTimes, device_ends_s
 from meshfold.cost_models.pipeline.schedules import Schedule
 from meshfold.passes.run.hull import FloatArray, lp_values
 from meshfold.passes.run.problem import LayerType, NothingFits, Run, RunPlan, RunProblem
-from meshfold.passes.run.search import solve_runs
+from meshfold.passes.run.search import NODE_CAP, solve_runs
 from meshfold.passes.stages.answer import LayerBlock, Stage
 from meshfold.passes.stages.problem import LayerCosts, StageProblem
 
@@ -74,11 +74,11 @@ def summed_costs(
 class StageSolver:
     """Solves and keeps solved stages of one problem.
 
-    objective: forward + backward + sync_s / num_microbatches.
+    objective: forward + backward + sync_s / num_microbatches. node_cap: as for solve_runs.
     """
 
-    def __init__(self, problem: StageProblem) -> None:
-        self.problem = problem
+    def __init__(self, problem: StageProblem, node_cap: int = NODE_CAP) -> None:
+        self.problem, self.node_cap = problem, node_cap
         self.num_solved = 0
         self._known: dict[tuple[object, ...], SolvedStage | None] = {}
         self._costs = list(dict.fromkeys(run.layer for run in problem.runs))
@@ -141,7 +141,7 @@ class StageSolver:
         for bound_s, _, masks, problem in sorted(problems, key=lambda entry: entry[:2]):
             if best is not None and bound_s >= best.objective_s or np.isinf(bound_s):
                 break
-            plan = solve_runs(problem)
+            plan = solve_runs(problem, node_cap=self.node_cap)
             if isinstance(plan, NothingFits):
                 continue
             solved = self._as_solved_stage(plan, slices, masks, in_flight)

@@ -18,6 +18,7 @@ stage ever has, which is safe but may ask for more than is needed.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -26,6 +27,11 @@ from meshfold.passes.run.hull import IntArray
 from meshfold.passes.stages.answer import LayerBlock, Stage
 from meshfold.passes.stages.problem import LayerCosts, LayerRun, StageProblem
 from meshfold.passes.stages.solved import SolvedStage, StageSolver, summed_costs
+
+MOST_NODES = 2_000
+"""Plans of a device that are looked at: divisions are tried, nothing is proven by them. Chosen: to
+go on takes most of the time of GPT-3 on 1,024 devices, and changes no plan of `benchmarks/plan.py`.
+"""
 
 InFlight = tuple[int, ...]
 """Microbatches in flight in each virtual stage of a device at one moment; behind these, where the
@@ -44,11 +50,11 @@ class _LayersOfStage:
 @dataclass(frozen=True)
 class _Device:
     """What a device has of a division. spans: (first layer, end) of its virtual stages; vectors:
-    microbatches in flight in these that occur, likely among them; budget: bytes."""
+    microbatches in flight in these that occur, a row each, likely among them; budget: bytes."""
 
     groups: list[_LayersOfStage]
     spans: list[tuple[int, int]]
-    vectors: Sequence[InFlight]
+    vectors: IntArray
     likely: InFlight
     budget: int
 
@@ -60,6 +66,7 @@ class VirtualStageSolver:
         self.problem = problem
         self.schedule = schedule
         self.in_flight = counted_in_flight(schedule)
+        self._vectors = [np.array(vectors) for vectors in self.in_flight]
         self._problems: dict[tuple[object, ...], StageProblem] = {}
         self._bounds: dict[tuple[object, ...], float] = {}
         self._known: dict[tuple[object, ...], SolvedStage | None] = {}
@@ -86,8 +93,8 @@ class VirtualStageSolver:
             for virtual_stage, (first, end) in enumerate(spans)
             for run, count in self.problem.run_slices(first, end)
         ]
-        vectors = self.in_flight[number]
-        likely = max(vectors, key=lambda n: (self._fastest_bytes(groups, n), n))
+        vectors = self._vectors[number]
+        likely = _fullest(vectors, self._fastest_bytes(groups))
         return _Device(groups, spans, vectors, likely, int(self.problem.memory_bytes[number]))
 
     def _least_s(self, device: "_Device") -> float:
@@ -100,26 +107,38 @@ class VirtualStageSolver:
         return self._bounds[key]
 
     def _solved(self, device: "_Device") -> list[Stage] | None:
-        most = tuple(map(max, *device.vectors, device.likely))
+        most = tuple(device.vectors.max(axis=0).tolist())
         for in_flight in dict.fromkeys((device.likely, most)):
             solved = self._solve(device, in_flight)
             if solved is None:
                 return None
             each = self._microbatch_bytes(solved, device.groups, device.spans)
-            worst = max(device.vectors, key=lambda n: (int(each @ n), n))
+            worst = _fullest(device.vectors, each)
             stages = self._built(solved, device.groups, device.spans, worst)
             if sum(stage.memory_bytes for stage in stages) <= device.budget:
                 return stages
         return None
 
-    def _fastest_bytes(self, groups: Sequence[_LayersOfStage], in_flight: InFlight) -> int:
-        """Activations at one moment with every layer at its fastest."""
-        total = 0
+    def _fastest_bytes(self, groups: Sequence[_LayersOfStage]) -> IntArray:
+        """Activations per microbatch in flight by the entries of InFlight, every layer at its
+        fastest."""
+        v, each = self.schedule.num_virtual_stages, [0] * len(self.in_flight[0][0])
         for group in groups:
-            costs = self.problem.runs[group.run].layer
-            kept = costs.kept_bytes(self.of(in_flight, group.virtual_stage))
-            total += group.count * int(kept[int(costs.total_s.argmin())])
-        return total
+            kept = self._fastest[group.run]
+            for k in range(group.virtual_stage, len(each), v):
+                each[k] += group.count * kept[k // v]
+        return np.array(each)
+
+    @cached_property
+    def _fastest(self) -> list[tuple[int, int]]:
+        """Of a layer of each run at its fastest: what it keeps before the end of B, and from there
+        to W."""
+        layers = [run.layer for run in self.problem.runs]
+        best = [int(costs.total_s.argmin()) for costs in layers]
+        return [
+            (int(costs.activation_bytes[at]), int(costs.put_off_bytes[at]))
+            for costs, at in zip(layers, best, strict=True)
+        ]
 
     def of(self, in_flight: InFlight, virtual_stage: int) -> InFlight:
         """The entries of one virtual stage."""
@@ -130,7 +149,8 @@ class VirtualStageSolver:
         key, alone = self._alone(device, in_flight)
         if key not in self._known:
             room = int(alone.memory_bytes[0])
-            self._known[key] = StageSolver(alone).solve(0, alone.num_layers, 1, room)
+            solver = StageSolver(alone, MOST_NODES)
+            self._known[key] = solver.solve(0, alone.num_layers, 1, room)
         return self._known[key]
 
     def _alone(
@@ -205,6 +225,13 @@ class VirtualStageSolver:
             stages[most], memory_bytes=stages[most].memory_bytes + transients[most]
         )
         return stages
+
+
+def _fullest(vectors: IntArray, each: IntArray) -> InFlight:
+    """Of the moments, the one at which most bytes are there; of equal ones the last. each: bytes
+    per microbatch."""
+    sizes = vectors @ each
+    return tuple(vectors[np.flatnonzero(sizes == sizes.max())[-1]].tolist())
 
 
 def _with_in_flight(costs: LayerCosts, in_flight: InFlight) -> LayerCosts:

@@ -43,8 +43,8 @@ def test_a_cell_of_a_capped_solver_is_bounded_over_all_thresholds(seed, budget, 
     Problems whose seed 4 divides have transients."""
     problem, asked = random_problem(seed), []
 
-    def capped(run_problem):
-        found = solve_runs(run_problem)
+    def capped(run_problem, node_cap):
+        found = solve_runs(run_problem, node_cap=node_cap)
         asked.append(0)
         if isinstance(found, NothingFits) or len(asked) % 2:
             return found
