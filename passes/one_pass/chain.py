@@ -23,7 +23,7 @@ from meshfold.ir.strategy import TP_MODES, TpMode
 from meshfold.passes.one_pass.candidates import StrategyCandidate
 from meshfold.passes.one_pass.mode_changes import ModeChanges
 from meshfold.passes.run.hull import FloatArray, lower_hull, sum_hulls
-from meshfold.passes.run.problem import Block, LayerType, NothingFits, Run, RunPlan, RunProblem
+from meshfold.passes.run.problem import Block, LayerType, Run, RunPlan, RunProblem
 from meshfold.passes.run.search import solve_runs
 
 LayerBytes = Callable[[StrategyCandidate, int], int]
@@ -151,7 +151,7 @@ class CandidateChain:
         budget = None if budget_bytes is None else max(0, budget_bytes)
         problem = RunProblem(self._problem_runs, budget, self.fixed_bytes, conversion_s)
         found = solve_runs(problem, node_cap=NODE_CAP)
-        return None if isinstance(found, NothingFits) else found
+        return found if isinstance(found, RunPlan) else None
 
     @cached_property
     def _problem_runs(self) -> tuple[Run, ...]:

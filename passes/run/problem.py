@@ -142,6 +142,13 @@ class RunPlan:
 
 
 @dataclass(frozen=True)
+class NothingFaster:
+    """No plan that is as fast as the incumbent was found; none is faster than lower_s."""
+
+    lower_s: float
+
+
+@dataclass(frozen=True)
 class NothingFits:
     """No plan fits: even the least memory of all plans is above the budget."""
 

@@ -27,7 +27,7 @@ from meshfold.passes.run.chain import Chain, Relaxation, best_relaxation, close_
 from meshfold.passes.run.core import CoreResult, LayerGroup, close_core, is_below, relaxed_time_s
 from meshfold.passes.run.hull import Hull, IntArray, lower_hull
 from meshfold.passes.run.labels import search_labels
-from meshfold.passes.run.problem import Block, NothingFits, RunPlan, RunProblem
+from meshfold.passes.run.problem import Block, NothingFaster, NothingFits, RunPlan, RunProblem
 from meshfold.passes.run.walks import Walk, layout_walks
 
 MAX_COUNTED = 12
@@ -41,13 +41,19 @@ LABEL_CAP = 500_000
 """Labels retained in all before giving up the proof: about a second."""
 
 
-def solve_runs(problem: RunProblem, *, node_cap: int = NODE_CAP) -> RunPlan | NothingFits:
-    """The fastest plan that fits, or the least memory any plan needs when none does."""
+def solve_runs(
+    problem: RunProblem, *, node_cap: int = NODE_CAP, incumbent_s: float = math.inf
+) -> RunPlan | NothingFits | NothingFaster:
+    """The fastest plan that fits, or the least memory any plan needs when none does. incumbent_s:
+    of a plan that is there already; slower ones need not be found."""
     if problem.budget_bytes is not None and problem.least_bytes > problem.budget_bytes:
         return NothingFits(problem.least_bytes, problem.budget_bytes)
     chain = prepare(problem)
     if len(chain.conversion_s) == 1 and len(chain.tables) <= MAX_COUNTED:
-        found = _solve_pooled(problem, chain, node_cap)
+        pooled = _solve_pooled(problem, chain, node_cap, incumbent_s)
+        if isinstance(pooled, NothingFaster):
+            return pooled
+        found = pooled
     elif len(chain.conversion_s) > 1 and len(chain.runs) <= MAX_COUNTED:
         found = _WalkSolver(problem, chain, node_cap).solve()
     else:
@@ -110,7 +116,9 @@ def price_blocks(problem: RunProblem, blocks: Sequence[Block]) -> tuple[float, f
     return math.fsum(layer_s + conversions_s), math.fsum(conversions_s), memory
 
 
-def _solve_pooled(problem: RunProblem, chain: Chain, node_cap: int) -> _Found:
+def _solve_pooled(
+    problem: RunProblem, chain: Chain, node_cap: int, incumbent_s: float
+) -> _Found | NothingFaster:
     """One layout: the counts per layer type decide."""
     totals = [0] * len(chain.tables)
     for kind in chain.runs:
@@ -122,8 +130,9 @@ def _solve_pooled(problem: RunProblem, chain: Chain, node_cap: int) -> _Found:
         )
         for table, total in zip(chain.tables, totals, strict=True)
     ]
-    result = close_core(groups, chain.budget_bytes, node_cap=node_cap)
-    assert result.plan is not None, "a plan that fits beats no plan"
+    result = close_core(groups, chain.budget_bytes, node_cap=node_cap, incumbent_s=incumbent_s)
+    if result.plan is None:
+        return NothingFaster(result.dual_s if result.capped else incumbent_s)
     left = [column.copy() for column in result.plan.counts]
     counts = [_take(left[chain.kinds[kind][0]], chain.kinds[kind][1]) for kind in chain.runs]
     walk = tuple((0,) for _ in chain.runs)

@@ -15,7 +15,14 @@ from numpy.typing import NDArray
 from meshfold.cost_models.pipeline.makespan import StageTimes, device_ends_s
 from meshfold.cost_models.pipeline.schedules import Schedule
 from meshfold.passes.run.hull import FloatArray, lp_values
-from meshfold.passes.run.problem import LayerType, NothingFits, Run, RunPlan, RunProblem
+from meshfold.passes.run.problem import (
+    LayerType,
+    NothingFaster,
+    NothingFits,
+    Run,
+    RunPlan,
+    RunProblem,
+)
 from meshfold.passes.run.search import NODE_CAP, solve_runs
 from meshfold.passes.stages.answer import LayerBlock, Stage
 from meshfold.passes.stages.problem import LayerCosts, StageProblem
@@ -81,6 +88,8 @@ class StageSolver:
         self.problem, self.node_cap = problem, node_cap
         self.num_solved = 0
         self._known: dict[tuple[object, ...], SolvedStage | None] = {}
+        self._placed: dict[tuple[object, ...], SolvedStage | None] = {}
+        """By what was asked: _known at its place in the chain."""
         self._costs = list(dict.fromkeys(run.layer for run in problem.runs))
         self._type_of_run = [self._costs.index(run.layer) for run in problem.runs]
 
@@ -95,6 +104,14 @@ class StageSolver:
         0 where the stage's sync_s is hidden behind the stages before it, above 1 where it is
         exposed most.
         """
+        asked = first, end, in_flight, budget_bytes, sync_weight
+        if asked not in self._placed:
+            self._placed[asked] = self._solve(*asked)
+        return self._placed[asked]
+
+    def _solve(
+        self, first: int, end: int, in_flight: int, budget_bytes: int, sync_weight: float
+    ) -> SolvedStage | None:
         slices = self.problem.run_slices(first, end)
         resident_bytes = in_flight * int(self.problem.resident_bytes[first])
         types = tuple((self._type_of_run[run], count) for run, count in slices)
@@ -141,8 +158,12 @@ class StageSolver:
         for bound_s, _, masks, problem in sorted(problems, key=lambda entry: entry[:2]):
             if best is not None and bound_s >= best.objective_s or np.isinf(bound_s):
                 break
-            plan = solve_runs(problem, node_cap=self.node_cap)
+            known_s = np.inf if best is None else best.objective_s
+            plan = solve_runs(problem, node_cap=self.node_cap, incumbent_s=known_s)
             if isinstance(plan, NothingFits):
+                continue
+            if isinstance(plan, NothingFaster):
+                lower_s = min(lower_s, plan.lower_s)
                 continue
             solved = self._as_solved_stage(plan, slices, masks, in_flight)
             lower_s = min(lower_s, solved.lower_s)

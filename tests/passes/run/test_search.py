@@ -10,8 +10,15 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from support.search.runs import brute_force_s, random_type, run_problems, tight_problem
 
 from meshfold.passes.run.chain import close_conversions
-from meshfold.passes.run.problem import LayerType, NothingFits, Run, RunPlan, RunProblem
-from meshfold.passes.run.search import price_blocks, solve_runs
+from meshfold.passes.run.problem import (
+    LayerType,
+    NothingFaster,
+    NothingFits,
+    Run,
+    RunPlan,
+    RunProblem,
+)
+from meshfold.passes.run.search import NODE_CAP, price_blocks, solve_runs
 
 
 def solved(problem: RunProblem) -> RunPlan:
@@ -218,3 +225,26 @@ def test_effort_is_flat_in_depth(count: int) -> None:
     plan = solved(tight_problem(runs, 0.25, rng.uniform(0, 0.01, (3, 3))))
     assert plan.nodes < 300
     assert sum(plan.counts(3)[1].values()) == count
+
+
+@settings(max_examples=150)
+@given(
+    problem=run_problems(),
+    share=st.sampled_from((0.5, 0.9, 1.0, 1.2)),
+    node_cap=st.sampled_from((1, NODE_CAP)),
+)
+def test_beside_an_incumbent_the_best_plan_or_a_bound(
+    problem: RunProblem, share: float, node_cap: int
+) -> None:
+    best_s = brute_force_s(problem)
+    if best_s == np.inf:
+        return
+    incumbent_s = share * best_s
+    plan = solve_runs(problem, node_cap=node_cap, incumbent_s=incumbent_s)
+    if isinstance(plan, NothingFaster):
+        assert plan.lower_s <= best_s * (1 + 1e-12)
+        assert share < 1.0 or node_cap == 1
+        return
+    assert isinstance(plan, RunPlan)
+    if node_cap > 1 and share >= 1.0:
+        assert plan.time_s == pytest.approx(best_s, rel=1e-12)

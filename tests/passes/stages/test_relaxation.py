@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.search.stages import layer_costs, random_problem, seeds
 
 from meshfold.passes.run.hull import lp_values
-from meshfold.passes.run.problem import NothingFits
+from meshfold.passes.run.problem import RunPlan
 from meshfold.passes.run.search import solve_runs
 from meshfold.passes.stages import solved as solved_stages
 from meshfold.passes.stages.problem import LayerRun, StageProblem
@@ -43,10 +43,10 @@ def test_a_cell_of_a_capped_solver_is_bounded_over_all_thresholds(seed, budget, 
     Problems whose seed 4 divides have transients."""
     problem, asked = random_problem(seed), []
 
-    def capped(run_problem, node_cap):
-        found = solve_runs(run_problem, node_cap=node_cap)
+    def capped(run_problem, node_cap, incumbent_s):
+        found = solve_runs(run_problem, node_cap=node_cap, incumbent_s=incumbent_s)
         asked.append(0)
-        if isinstance(found, NothingFits) or len(asked) % 2:
+        if not isinstance(found, RunPlan) or len(asked) % 2:
             return found
         return replace(found, time_s=2 * found.time_s, gap=1.0)
 

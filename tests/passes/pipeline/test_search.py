@@ -1,0 +1,82 @@
+"""Pipelines beyond those that add up to the least."""
+
+import numpy as np
+import pytest
+from support.models.hugging_face import BATCH
+from support.search.pipelines import PROBER, graph_of
+
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.ir.options import CompileOptions
+from meshfold.ir.strategy import UniformStrategy
+from meshfold.passes.one_pass.shortlist import MOST_BEYOND
+from meshfold.passes.one_pass.tree import SearchSpec
+from meshfold.passes.pipeline.problem import PipelineProblems
+from meshfold.passes.pipeline.search import PipelineOutcome, beyond_sums, search_pipelines
+from meshfold.passes.pipeline.tree import PipelineTree, grow_pipelines
+from meshfold.passes.planner import find_pipeline
+
+
+def searched() -> tuple[PipelineProblems, PipelineTree, PipelineOutcome]:
+    """Pipelines of a GPT-2 on four devices."""
+    graph = graph_of("gpt2", 4)
+    problems = PipelineProblems(
+        graph, resolve_cluster("dgx-v100", 4), CompileOptions(), BATCH, PROBER
+    )
+    tree = grow_pipelines(SearchSpec(4, 4, BATCH, {}), len(graph.instances))
+    return problems, tree, search_pipelines(problems, tree)
+
+
+@pytest.mark.parametrize("most", [1, 3, 1000])
+def test_more_of_what_adds_up_to_less_than_a_limit(most: int) -> None:
+    problems, tree, outcome = searched()
+    assert outcome.best is not None
+    limit_s = 1.5 * outcome.best.step_s
+    known = {x.problem.degrees for x in outcome.found}
+    more = beyond_sums(outcome, limit_s, most)
+    new = more.found[len(outcome.found) :]
+    assert more.found[: len(outcome.found)] == outcome.found and 0 < len(new) <= most
+    assert all(outcome.best.step_s <= x.step_s < limit_s for x in new)
+    assert known.isdisjoint(x.problem.degrees for x in new)
+    rows = {degrees: step_s for degrees, _, step_s in more.searched}
+    assert all(rows[x.problem.degrees] == x.step_s for x in new)
+    if most == 1000:
+        # All that add up to less, though the gaps of their stages are not closed.
+        found = {x.problem.degrees: x.step_s for x in more.found}
+        for degrees in tree.candidates:
+            alone = alone_s(problems, degrees)
+            if 1.03 * alone < limit_s and not degrees.dp_shard:
+                assert alone <= found[degrees] * (1 + 1e-9) <= 1.03 * alone, degrees.label
+
+
+def alone_s(problems: PipelineProblems, degrees: UniformStrategy) -> float:
+    """Seconds of the best plan on these degrees; infinite where nothing fits."""
+    pins = {"pp": degrees.pp, "tp": degrees.tp, "microbatches": degrees.microbatches}
+    pins |= {"sp": int(degrees.sequence_parallel), "cp": degrees.cp}
+    tree = grow_pipelines(SearchSpec(4, 4, BATCH, pins), len(problems.folded.instances))
+    best = search_pipelines(problems, tree).best
+    of_one = best is not None and best.plan.schedule.num_virtual_stages == 1
+    return best.step_s if best is not None and of_one else np.inf
+
+
+def test_where_the_least_sum_simulates_slowly_others_are_simulated_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problems, _, outcome = searched()
+    known = list(outcome.found)
+    asked: list[float] = []
+
+    def ranked(_: object, found: tuple[object, ...]) -> list[tuple[object, float]]:
+        """What is known already takes three times as long as it adds up to."""
+        steps = [(x, x.step_s * (3.0 if x in known else 1.1)) for x in found]
+        asked.append(len(found))
+        return sorted(steps, key=lambda entry: entry[1])
+
+    monkeypatch.setattr(find_pipeline, "rank_pipelines", ranked)
+    typed, best_s, more = find_pipeline._fastest(problems, outcome, np.inf)
+    assert typed is not None and typed.found not in known
+    assert best_s == pytest.approx(1.1 * typed.found.step_s)
+    assert asked == [len(known), len(more.found) - len(known)] and 0 < asked[1] <= MOST_BEYOND
+    # Nothing that takes longer than what is there already is looked for.
+    least_s = min(x.step_s for x in known)
+    _, _, same = find_pipeline._fastest(problems, outcome, 0.9 * least_s)
+    assert same is outcome
