@@ -20,6 +20,9 @@ than "selective"; or "full", so that only the region's inputs are saved."""
 SELECTIVE: tuple[Recompute, ...] = ("light", "selective", "heavy")
 """The words under which some results are kept and others recomputed."""
 
+BESIDE_SELECTIVE: tuple[Recompute, ...] = ("light", "heavy")
+"""Those on either side of the point furthest below the mix of none and full."""
+
 Offload = Literal["none", "optimizer", "parameters", "disk", "activations"]
 """What of a region is in the host's memory: nothing; its parameters, gradients and optimizer
 states, which the host updates; the same, and the device has the parameters only while the region

@@ -89,8 +89,8 @@ def _outcome(
         bound_s = plan.lower_bound_s if plan and fits else bound_s
         too_slow = f"cannot be faster than {bound_s / step_s:.2f} of this plan"
         return MeshOutcome(name, bound_s, None, too_slow if fits else "does not fit")
-    own_s = plan.best.time.step_s
     is_best = mesh.planner is planner
+    own_s = step_s if is_best else plan.best.time.step_s
     reason = "taken" if is_best else f"{own_s / step_s:.2f} of this plan's time"
     simulated_s = state.simulated_s
     if not is_best and mesh.planner in simulated_s and planner in simulated_s:

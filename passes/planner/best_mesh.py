@@ -18,7 +18,7 @@ from meshfold.cost_models.op_costs.optimizers import least_share
 from meshfold.errors import OptionError
 from meshfold.ir.mesh import Mesh
 from meshfold.ir.plan import SearchStats
-from meshfold.ir.strategy import Degrees, UniformStrategy
+from meshfold.ir.strategy import BESIDE_SELECTIVE, Degrees, UniformStrategy
 from meshfold.passes.graph.reads import program_reads
 from meshfold.passes.memory.region import MemoryModel
 from meshfold.passes.one_pass.best_first import BoundQueue, best_first
@@ -70,6 +70,11 @@ def planner_of(strategy: UniformStrategy, found: Found, search: "MeshRace") -> M
         if strategy in planner.strategies and planner.search.space.pinned == search.pinned:
             return planner
     return search.mesh_planner(strategy.degrees, [strategy])
+
+
+CLOSE = 1.03
+"""Programs that take less than this times the best one, as simulated, may change places with it.
+Chosen, not measured."""
 
 
 class MeshRace:
@@ -154,7 +159,7 @@ class MeshRace:
                 tuple(p.smallest for p in plans if p.smallest is not None),
                 all(math.isinf(p.lower_bound_s) for p in plans),
             )
-        ranked = self._beyond_sums(state)
+        ranked = self._with_plainer(self._beyond_sums(state))
         state.best = ranked[0].priced, ranked[0].planner
         others = []
         if self.request.wants_rivals:
@@ -237,6 +242,30 @@ class MeshRace:
                 break
             ranked = by_simulation([*ranked, simulated(found)])
         return ranked
+
+    def _with_plainer(self, ranked: Sequence[Shortlisted]) -> list[Shortlisted]:
+        """`ranked`, of close ones with light or heavy recomputation the best program of their mesh
+        without it where that simulates faster: a layer in more variants parts buckets and gathers
+        ahead, which sums do not see."""
+        limit_s = simulated_step_s(ranked[0])
+        found = []
+        for listed in ranked:
+            is_close = simulated_step_s(listed) < CLOSE * limit_s
+            plainer = self._plainer(listed, limit_s) if is_close else None
+            both = [listed, plainer] if plainer else [listed]
+            found.append(by_simulation(both)[0])
+        return by_simulation(found)
+
+    def _plainer(self, listed: Shortlisted, limit_s: float) -> Shortlisted | None:
+        """The best program of its mesh without light and heavy recomputation, if it has some and
+        that adds up to less than limit_s."""
+        if all(c.strategy.recompute not in BESIDE_SELECTIVE for c in listed.priced.candidates):
+            return None
+        every = listed.planner.strategies
+        strategies = [s for s in every if s.recompute not in BESIDE_SELECTIVE]
+        own = self.mesh_planner(every[0].degrees, strategies) if strategies else None
+        plan = own.plan(limit_s) if own and own.has_candidates else None
+        return simulated(Shortlisted(plan.best, listed.planner)) if plan and plan.best else None
 
     def _planned(self, planner: MeshPlanner, beat_s: float) -> tuple[MeshPlanner, MeshPlan]:
         """The plan of a mesh, and whose it is. A program in which tp is dp in all layers is that of

@@ -9,6 +9,7 @@ from meshfold.capture.pipeline import capture
 from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.ir.options import CompileOptions
 from meshfold.ir.plan import MeshOutcome, Plan
+from meshfold.ir.strategy import BESIDE_SELECTIVE
 from meshfold.memory_probe.prober import OpProber
 from meshfold.passes.one_pass import shortlist
 from meshfold.passes.one_pass.shortlist import Shortlisted
@@ -75,3 +76,43 @@ def test_where_the_sum_is_the_step_nothing_else_is_planned(
     monkeypatch.setattr(shortlist, "simulated", as_added_up)
     second = plan()
     assert len(planned(second)) <= len(planned(first))
+
+
+def test_programs_without_light_and_heavy_layers_take_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Some memory budget has layers recompute lightly or heavily; where such programs simulate ten
+    times as slow as they add up, the plan has none."""
+
+    def tight(budget: int | None) -> Plan:
+        return find_plan_for(
+            graph,
+            resolve_cluster("local-cpu", 2),
+            CompileOptions(pins={"microbatches": 1}, memory_bytes=budget),
+            model_name="gpt2",
+            batch_size=BATCH,
+            probe=probe,
+        )
+
+    def besides(found: Plan) -> bool:
+        return any(r.strategy.recompute in BESIDE_SELECTIVE for r in found.regions)
+
+    graph, probe = capture(*tiny_model("gpt2", layers=4)).graph, OpProber()
+    ample = tight(None).memory
+    budgets = [ample.peak - k * (ample.peak - ample.reserve) // 40 for k in range(2, 16)]
+    budget = next(b for b in budgets if besides(tight(b)))
+    right = shortlist.simulated
+
+    def slow(listed: Shortlisted) -> Shortlisted:
+        found = right(listed)
+        assert found.step is not None
+        if all(c.strategy.recompute not in BESIDE_SELECTIVE for c in listed.priced.candidates):
+            return found
+        added_s = 10 * listed.priced.time.step_s
+        return replace(found, step=replace(found.step, exposed_s=added_s))
+
+    for where in (shortlist, best_mesh):
+        monkeypatch.setattr(where, "simulated", slow)
+    plain = tight(budget)
+    assert not besides(plain) and plain.memory.fits
+    assert {mesh.reason for mesh in plain.search.meshes} >= {"taken"}
