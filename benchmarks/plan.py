@@ -271,8 +271,8 @@ def _curve(
     full_s, all_bytes = full.compute_s + full.graph_s, typed.memory("none").saved_bytes
     for recompute in typed.distinct(get_args(Recompute)):
         num_bytes = typed.memory(recompute).saved_bytes
-        added = typed.added(recompute)
-        added_s = full_s if recompute == "full" else added.compute_s + added.graph_s if added else 0
+        added = full if recompute == "full" else typed.added(recompute)
+        added_s = added.compute_s + added.graph_s if added else 0.0
         of_mix_s = full_s * (1 - num_bytes / all_bytes)
         share = f"{added_s / of_mix_s:.2f}" if recompute in SELECTIVE else ""
         yield recompute, num_bytes, added_s, share

@@ -67,8 +67,7 @@ def selective(
     prices = [_step_price(origin, pricer) for origin in origins]
     seconds = [p.compute_s + p.graph_s for p in prices]
     if keeps_all:
-        everything = everything_kept(program)
-        points = dict.fromkeys(SELECTIVE, everything)
+        points = dict.fromkeys(SELECTIVE, everything_kept(program))
     else:
         points = cheapest_kept(program, seconds)
     return {

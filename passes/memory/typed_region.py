@@ -11,7 +11,13 @@ from functools import cached_property
 
 from meshfold.cost_models.memory.live_ranges import RegionMemory
 from meshfold.ir.op_graph import FoldedGraph, OpGraph, SourceKind
-from meshfold.ir.strategy import SELECTIVE, KeptResults, Recompute, RegionTyping
+from meshfold.ir.strategy import (
+    BESIDE_SELECTIVE,
+    SELECTIVE,
+    KeptResults,
+    Recompute,
+    RegionTyping,
+)
 from meshfold.passes.memory.kept_results import Selective
 from meshfold.passes.memory.region import MemoryModel
 from meshfold.passes.price.region import RecomputePrice, RegionPrice, RegionPricer
@@ -62,8 +68,7 @@ class TypedRegion:
         if "selective" not in recomputes:
             return list(recomputes)
         middle = self.kept("selective")
-        alike = {x for x in recomputes if x in SELECTIVE and self.kept(x) == middle}
-        return [x for x in recomputes if x == "selective" or x not in alike]
+        return [x for x in recomputes if x not in BESIDE_SELECTIVE or self.kept(x) != middle]
 
     @cached_property
     def _selective(self) -> Mapping[Recompute, Selective]:

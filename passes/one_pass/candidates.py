@@ -28,7 +28,7 @@ from meshfold.cost_models.op_costs.optimizers import Update
 from meshfold.ir.options import LayoutPin
 from meshfold.ir.spmd import Layout
 from meshfold.ir.strategy import (
-    SELECTIVE,
+    BESIDE_SELECTIVE,
     UPDATED_BY_HOST,
     Offload,
     Recompute,
@@ -159,12 +159,9 @@ def alike(strategy: UniformStrategy) -> list[UniformStrategy]:
     """`strategy`, and what it is in a region that has no candidate for it: one without ZeRO where
     nothing can be sharded, selective recomputation where light or heavy is no other."""
     words: list[Recompute] = [strategy.recompute]
-    if strategy.recompute in SELECTIVE:
+    if strategy.recompute in BESIDE_SELECTIVE:
         words.append("selective")
-    found = [
-        replace(strategy, zero=zero, recompute=x) for zero in (strategy.zero, 0) for x in words
-    ]
-    return list(dict.fromkeys(found))
+    return [replace(strategy, zero=zero, recompute=x) for zero in (strategy.zero, 0) for x in words]
 
 
 def _update(summed: Sequence[int]) -> Update:

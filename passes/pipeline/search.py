@@ -167,10 +167,8 @@ def beyond_sums(outcome: PipelineOutcome, limit_s: float, most: int) -> Pipeline
     found: list[PricedPipeline] = []
     while len(found) < most and (popped := queue.pop(limit_s)) is not None:
         found += [popped.found] if popped.found else []
-    searched = {degrees: (bound_s, step_s) for degrees, bound_s, step_s in outcome.searched}
-    searched |= {p.degrees: p.searched for p in waiting if p.searched}
-    rows = tuple((degrees, *of_degrees) for degrees, of_degrees in searched.items())
-    return replace(outcome, found=(*outcome.found, *found), searched=rows)
+    searched = tuple((p.degrees, *p.searched) for p in outcome.candidates if p.searched)
+    return replace(outcome, found=(*outcome.found, *found), searched=searched)
 
 
 def _with_replicas_apart(

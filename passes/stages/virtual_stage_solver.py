@@ -30,8 +30,8 @@ from meshfold.passes.stages.solved import SolvedStage, StageSolver, summed_costs
 
 MOST_NODES = 2_000
 """Plans of a device that are looked at: divisions are tried, nothing is proven by them. Chosen: to
-go on takes most of the time of GPT-3 on 1,024 devices, and changes no plan of `benchmarks/plan.py`.
-"""
+go on takes half of the time of GPT-3 on 1,024 devices, and changed no plan of the five cases of
+`benchmarks/plan.py` that were compared (not DeepSeek-V3)."""
 
 InFlight = tuple[int, ...]
 """Microbatches in flight in each virtual stage of a device at one moment; behind these, where the
