@@ -1,11 +1,12 @@
 """Exact stages: the best strategies of the layers [a, b) with k microbatches in flight under M.
 
 The run level (passes/run/search.py) chooses how many layers take which strategy. Where transients
-differ, the largest one a stage may have is tried from all that occur, in order of their
-relaxations, until no threshold left can win. Solved stages are made on demand, and equal ones
-are solved once: a stage inside a run of equal layers is known by its number of layers.
+differ, the largest one a stage may have is tried from all that occur, in order of the
+relaxations of ranges of them, until none left can win. Solved stages are made on demand, and
+equal ones are solved once: a stage inside a run of equal layers is known by its number of layers.
 """
 
+import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from meshfold.cost_models.pipeline.makespan import StageTimes, device_ends_s
 from meshfold.cost_models.pipeline.schedules import Schedule
-from meshfold.passes.run.hull import FloatArray, lp_values
+from meshfold.passes.run.hull import FloatArray, IntArray, lp_values
 from meshfold.passes.run.problem import (
     LayerType,
     NothingFaster,
@@ -144,20 +145,24 @@ class StageSolver:
         sync_weight: float,
     ) -> SolvedStage | None:
         layers = [self.problem.runs[run].layer for run, _ in slices]
-        thresholds = np.unique(np.concatenate([layer.transient_bytes for layer in layers]))
-        problems = []
-        for threshold in thresholds.tolist():
-            masks = [layer.transient_bytes <= threshold for layer in layers]
-            if all(mask.any() for mask in masks):
-                room = budget_bytes - threshold
-                problem = self._run_problem(slices, masks, in_flight, room, sync_weight)
-                bound_s = _relaxed_s(problem) if len(thresholds) > 1 else 0.0
-                problems.append((bound_s, threshold, masks, problem))
+        transients = np.unique(np.concatenate([layer.transient_bytes for layer in layers]))
+        asked = in_flight, budget_bytes, sync_weight
+        # Ranges of the largest transient, the lowest bound first, in halves while that is not
+        # above the best stage: few of the transients are ever looked at alone.
+        queue = [(0.0, 0, len(transients))]
         best: SolvedStage | None = None
         lower_s = np.inf
-        for bound_s, _, masks, problem in sorted(problems, key=lambda entry: entry[:2]):
-            if best is not None and bound_s >= best.objective_s or np.isinf(bound_s):
-                break
+        while queue and not (np.isinf(queue[0][0]) or best and queue[0][0] >= best.objective_s):
+            _, at, end = heapq.heappop(queue)
+            if end - at > 1:
+                for half in ((at, (at + end) // 2), ((at + end) // 2, end)):
+                    _, problem = self._within(slices, transients[slice(*half)], *asked)
+                    bound_s = np.inf if problem is None else _relaxed_s(problem)
+                    heapq.heappush(queue, (bound_s, *half))
+                continue
+            masks, problem = self._within(slices, transients[at:end], *asked)
+            if problem is None:
+                continue
             known_s = np.inf if best is None else best.objective_s
             plan = solve_runs(problem, node_cap=self.node_cap, incumbent_s=known_s)
             if isinstance(plan, NothingFits):
@@ -172,14 +177,21 @@ class StageSolver:
         # A solver that was capped may have proven less of another threshold.
         return best and replace(best, lower_s=lower_s)
 
-    def _run_problem(
+    def _within(
         self,
         slices: tuple[tuple[int, int], ...],
-        masks: list[NDArray[np.bool_]],
+        transients: IntArray,
         in_flight: int,
         budget_bytes: int,
         sync_weight: float,
-    ) -> RunProblem:
+    ) -> tuple[list[NDArray[np.bool_]], RunProblem | None]:
+        """Strategies up to the largest of `transients`, with the room that the least of them
+        leaves: no stage whose largest is one of them is better. None where a layer has none."""
+        layers = [self.problem.runs[run].layer for run, _ in slices]
+        masks = [layer.transient_bytes <= transients[-1] for layer in layers]
+        if not all(mask.any() for mask in masks):
+            return masks, None
+        room = budget_bytes - int(transients[0])
         runs = []
         for (number, count), mask in zip(slices, masks, strict=True):
             costs = self.problem.runs[number].layer
@@ -187,7 +199,7 @@ class StageSolver:
             names = tuple(name for name, ok in zip(costs.strategies, mask, strict=True) if ok)
             objective_s = self.objective_s(costs, sync_weight)[mask]
             runs.append(Run(LayerType(costs.name, names, objective_s, memory[mask]), count))
-        return RunProblem(tuple(runs), budget_bytes)
+        return masks, RunProblem(tuple(runs), room)
 
     def _as_solved_stage(
         self,
