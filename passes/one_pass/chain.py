@@ -137,13 +137,24 @@ class CandidateChain:
     def _relaxed_s(
         self, budget_bytes: int, moment: Sequence[tuple[int, bool, int, LayerBytes]]
     ) -> float:
+        # Layers that recur in many runs are of one kind.
+        counts: Counter[tuple[int, bool, LayerBytes]] = Counter()
+        for region, is_first, count, layer_bytes in moment:
+            counts[region, is_first, layer_bytes] += count
         hulls = []
-        for region, is_first, _, layer_bytes in moment:
+        for region, is_first, layer_bytes in counts:
             candidates = self.everything[region]
             memory = np.array([layer_bytes(c, region) for c in candidates], dtype=np.int64)
             hulls.append(lower_hull(_times(candidates, is_first), memory))
-        total = sum_hulls(hulls, [count for _, _, count, _ in moment])
+        total = sum_hulls(hulls, list(counts.values()))
         return float(total.time_at_s(budget_bytes - self.fixed_bytes))
+
+    @cached_property
+    def unlimited(self) -> RunPlan:
+        """The chain were memory unlimited."""
+        found = self.solve(None)
+        assert found is not None, "what is unlimited holds everything"
+        return found
 
     def solve(self, budget_bytes: int | None) -> RunPlan | None:
         """The chain under a budget (None: unlimited); None if nothing fits."""

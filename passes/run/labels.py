@@ -56,9 +56,14 @@ def search_labels(chain: Chain, relaxed: Relaxation, width: int) -> LabelResult:
 
     width: most labels per layer.
     """
-    first = _sweep(chain, relaxed, min(FIRST_WIDTH, width), np.inf)
+    # Where memory costs nothing, the walk of the relaxation is a plan: what is above it is not.
+    limit_s = np.inf if relaxed.price else relaxed.dual_s * (1 + RELATIVE_TIE)
+    first = _sweep(chain, relaxed, min(FIRST_WIDTH, width), limit_s)
     first_s = float(first[0][-1].time_s.min())
     limit_s = first_s * (1 - RELATIVE_TIE)
+    if relaxed.dual_s >= limit_s:
+        labels = sum(len(layer.time_s) for layer in first[0])
+        return LabelResult(_read_back(first[0]), first_s, labels, False)
     layers, capped = _sweep(chain, relaxed, width, limit_s)
     labels = sum(len(layer.time_s) for layer in (*first[0], *layers))
     is_faster = len(layers[-1].time_s) > 0 and layers[-1].time_s.min() < first_s
