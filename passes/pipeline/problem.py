@@ -15,6 +15,7 @@ is, so that the layouts at the boundaries agree.
 """
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -168,13 +169,13 @@ class PipelineProblems:
             run_costs(region.name, layer_costs)
             for region, layer_costs in zip(tables.folded.regions, regions, strict=True)
         ]
-        fixed_bytes = self._fixed_bytes(tables, degrees)
+        fixed_bytes = self.fixed_bytes(tables, degrees)
         chain = StageProblem.build(
             tuple(LayerRun(layers[r], count) for r, _, count in tables.folded.runs),
             num_stages=degrees.pp,
             num_microbatches=degrees.microbatches,
             memory_bytes=max(0, self.capacity_bytes - fixed_bytes),
-            hop_s=self._hops_s(tables, degrees),
+            hop_s=self.hops_s(tables, degrees),
             resident_bytes=tables.crossing_bytes,
         )
         layer_costs = {
@@ -324,7 +325,8 @@ class PipelineProblems:
             placed=self._placed.setdefault(alike, {}),
         )
 
-    def _hops_s(self, tables: ProgramTables, degrees: UniformStrategy) -> FloatArray:
+    def hops_s(self, tables: ProgramTables, degrees: UniformStrategy) -> FloatArray:
+        """Seconds of a transfer over the boundary before each layer but the first."""
         crossing = tables.crossing_bytes[1:].tolist()
         if degrees.pp == 1:
             return np.zeros(len(crossing))
@@ -332,15 +334,15 @@ class PipelineProblems:
         seconds = {size: hop_s(size, link) for size in set(crossing)}
         return np.array([seconds[size] for size in crossing])
 
-    def _fixed_bytes(self, tables: ProgramTables, degrees: UniformStrategy) -> int:
+    def fixed_bytes(self, tables: ProgramTables, degrees: UniformStrategy) -> int:
         """Framework, buffers, the batch, and parameters that no layer reads."""
-        unread = sum(
-            int(np.prod(p.shape)) * ITEM_BYTES[p.dtype]
-            for p in self.folded.parameters
-            if not p.used
-        )
         inputs = degrees.microbatches * tables.input_bytes
-        return self.reserve_bytes + tables.buffer_bytes + inputs + unread
+        return self.reserve_bytes + tables.buffer_bytes + inputs + self._unread_bytes
+
+    @cached_property
+    def _unread_bytes(self) -> int:
+        unread = (p for p in self.folded.parameters if not p.used)
+        return sum(math.prod(p.shape) * ITEM_BYTES[p.dtype] for p in unread)
 
 
 def _num_holders(folded: FoldedGraph) -> list[list[tuple[int, int]]]:

@@ -112,7 +112,4 @@ class _Accumulation:
     def _priced(self, strategy: UniformStrategy, microbatches: int) -> UniformPipeline | None:
         """None where it does not fit."""
         strategy = replace(strategy, microbatches=microbatches)
-        problem = self.problems.problem([strategy])
-        found = uniform_pipeline(self.problems, problem, strategy)
-        fits = found is not None and found.peak_bytes <= problem.capacity_bytes
-        return found if fits else None
+        return uniform_pipeline(self.problems, strategy)

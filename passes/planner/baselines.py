@@ -26,7 +26,7 @@ from meshfold.passes.one_pass.priced import Priced, order_of
 from meshfold.passes.one_pass.search import MeshPlanner
 from meshfold.passes.pipeline.bounds import kernels_bound_s, peak_rate_bounds_s
 from meshfold.passes.pipeline.layers import StrategyCosts
-from meshfold.passes.pipeline.problem import PipelineProblem, PipelineProblems
+from meshfold.passes.pipeline.problem import PipelineProblems
 from meshfold.passes.pipeline.tree import PipelineTree, degrees_order
 from meshfold.units import bytes_text
 
@@ -127,8 +127,7 @@ class _UniformDegrees(TieredCandidate):
         for strategy in sorted(least_s, key=lambda s: (least_s[s], s.label)):
             if least_s[strategy] > min([beat_s, *(x.step_s for x in fitting)]) * (1 + SAME_STEP):
                 break
-            problem = self._problems.problem([strategy])
-            found = uniform_pipeline(self._problems, problem, strategy)
+            found = uniform_pipeline(self._problems, strategy)
             fitting += [found] if found is not None else []
         if not fitting:
             return Solution(np.inf)
@@ -148,28 +147,29 @@ def uniform_bound_s(problems: PipelineProblems, strategy: UniformStrategy) -> fl
 
 
 def uniform_pipeline(
-    problems: PipelineProblems, problem: PipelineProblem, strategy: UniformStrategy
+    problems: PipelineProblems, strategy: UniformStrategy
 ) -> UniformPipeline | None:
     """All layers under `strategy`; None where they do not fit."""
+    tables = problems.tables(strategy, [strategy.recompute])
     by_region = problems.layer_costs([strategy])
     layers = [by_region[i.region][0] for i in problems.folded.instances]
     boundaries = even_boundaries(problems.folded, strategy.pp)
     schedule = Schedule(UNIFORM_KIND, strategy.pp, strategy.microbatches)
     stages = [layers[a:b] for a, b in zip(boundaries, boundaries[1:], strict=False)]
     peaks = [
-        _peak_bytes(stage, int(problem.chain.resident_bytes[first]), in_flight)
+        _peak_bytes(stage, int(tables.crossing_bytes[first]), in_flight)
         for stage, first, in_flight in zip(stages, boundaries, schedule.in_flight, strict=False)
     ]
-    peak_bytes = max(peaks) + problem.fixed_bytes
-    if peak_bytes > problem.capacity_bytes:
+    peak_bytes = max(peaks) + problems.fixed_bytes(tables, strategy)
+    if peak_bytes > problems.capacity_bytes:
         return None
     times = StageTimes.build(
         [sum(x.forward_s for x in stage) for stage in stages],
         [sum(x.backward_s for x in stage) for stage in stages],
-        hop_s=problem.chain.hop_s[boundaries[1:-1]],
+        hop_s=problems.hops_s(tables, strategy)[np.array(boundaries[1:-1], int) - 1],
     )
     ends_s = device_ends_s(schedule, times) + [sum(x.sync_s for x in stage) for stage in stages]
-    return UniformPipeline(strategy, float(ends_s.max()) + problem.launch_s, peak_bytes)
+    return UniformPipeline(strategy, float(ends_s.max()) + problems.launch_s, peak_bytes)
 
 
 def _peak_bytes(stage: list[StrategyCosts], resident_bytes: int, in_flight: int) -> int:

@@ -47,7 +47,7 @@ def problems() -> PipelineProblems:
 @cache
 def priced(**degrees: int) -> UniformPipeline:
     strategy = UniformStrategy(**degrees)
-    found = uniform_pipeline(problems(), problems().problem([strategy]), strategy)
+    found = uniform_pipeline(problems(), strategy)
     assert found is not None
     return found
 

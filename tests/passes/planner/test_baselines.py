@@ -17,8 +17,7 @@ def test_the_uniform_pipeline_is_the_best_of_all(memory_bytes):
     found = []
     for degrees in tree.candidates:
         for strategy in tree.strategies_of(degrees):
-            problem = problems.problem([strategy])
-            priced = uniform_pipeline(problems, problem, strategy)
+            priced = uniform_pipeline(problems, strategy)
             if priced is not None:
                 assert uniform_bound_s(problems, strategy) <= priced.step_s * (1 + 1e-9)
                 found.append(priced)
