@@ -154,6 +154,36 @@ def test_only_so_many_are_tried_and_priced(monkeypatch: pytest.MonkeyPatch) -> N
     assert found.searches == () and found.left_out == {INTERLEAVED: 1}
 
 
+def test_a_plan_far_above_its_estimate_speaks_for_its_degrees(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the same order, and of as many passes of a microbatch."""
+    tried: list[Schedule] = []
+
+    class Slow:
+        bound_s, proven_s, step_s = 0.0, 0.0, 200.0
+
+        def __init__(self, _: StageProblem, schedule: Schedule) -> None:
+            tried.append(schedule)
+
+        def find(self, _: float) -> None:
+            """Finds what takes 200 s, four times what is estimated."""
+
+        def plan(self, *_: float, capped: bool) -> None:
+            """Nothing is asked about it."""
+
+    monkeypatch.setattr(interleaved, "VirtualStageSearch", Slow)
+    split = [schedule(v, kind=ScheduleKind.INTERLEAVED_ZERO_BUBBLE) for v in (2, 4)]
+    fused, in_a_v = [schedule(v) for v in (2, 3, 4)], schedule(2, kind=ScheduleKind.ZBV)
+    found = search(chain(weight_s=1.0), [*fused, *split, in_a_v], 60.0)
+    kinds = [of.kind for of in tried]
+    assert len(kinds) == len(set(kinds)) == 3 and found.found == ()
+    assert found.left_out == {INTERLEAVED: 3}
+    tried.clear()
+    search(chain(weight_s=1.0), fused, 300.0)
+    assert len(tried) == 3, "what is close to the best plan may win as simulated"
+
+
 def test_few_microbatches_are_worth_no_region_search() -> None:
     of = schedule(2, 1, ScheduleKind.ZBV)
     found = search(chain(num_microbatches=1), [of], 1000.0, is_priced=False)
