@@ -34,6 +34,11 @@ class MeshRecord:
         return {m.planner: m.plan for m in self.planned if m.planner and m.plan}
 
     @property
+    def typed(self) -> list[CandidateMesh]:
+        """Meshes of which all regions are typed."""
+        return [m for m in self.meshes if m.planner is not None]
+
+    @property
     def left(self) -> list[CandidateMesh]:
         """Meshes that may have programs, and were not planned."""
         return [m for m in self.meshes if m.plan is None and math.isfinite(m.bound_s)]
@@ -44,7 +49,6 @@ def search_stats(tree: Tree, state: MeshRecord, bound: str) -> SearchStats:
     assert state.best is not None
     best, plans = state.best, list(state.plans.values())
     state.pruned[bound] += sum(len(m.strategies) for m in state.left)
-    typed = [m for m in state.meshes if m.planner is not None]
     return SearchStats(
         num_leaves=tree.num_strategies,
         num_priced=sum(p.num_priced for p in plans),
@@ -54,7 +58,9 @@ def search_stats(tree: Tree, state: MeshRecord, bound: str) -> SearchStats:
         least_s=min(p.best_s for p in plans),
         gap_before=state.plans[best[1]].gap_before,
         unlimited_s=min(
-            m.plan.unlimited_s if m.plan else m.planner.unlimited_s for m in typed if m.planner
+            m.plan.unlimited_s if m.plan else m.planner.unlimited_s
+            for m in state.typed
+            if m.planner
         ),
         capped=any(p.capped for p in plans),
         meshes=_outcomes(state, best),
@@ -72,9 +78,8 @@ def stats_of(
 
 def _outcomes(state: MeshRecord, best: tuple[Priced, MeshPlanner]) -> tuple[MeshOutcome, ...]:
     """What came of each mesh, beside the program that is taken."""
-    typed = [m for m in state.meshes if m.planner is not None]
     skipped = [m for m in state.left if m.planner is None]
-    return tuple(_outcome(m, state, best) for m in (*typed, *skipped))
+    return tuple(_outcome(m, state, best) for m in (*state.typed, *skipped))
 
 
 def _outcome(
@@ -84,9 +89,10 @@ def _outcome(
     best, planner = taken
     name, step_s, plan = str(mesh.mesh), best.time.step_s, mesh.plan
     if plan is None or plan.best is None:
-        fits = plan is None or math.isfinite(plan.lower_bound_s)
-        bound_s = mesh.planner.bound_s if mesh.planner else mesh.bound_s
-        bound_s = plan.lower_bound_s if plan and fits else bound_s
+        bound_s = plan.lower_bound_s if plan else mesh.bound_s
+        fits = math.isfinite(bound_s)
+        if mesh.planner and not fits:
+            bound_s = mesh.planner.fastest_s
         too_slow = f"cannot be faster than {bound_s / step_s:.2f} of this plan"
         return MeshOutcome(name, bound_s, None, too_slow if fits else "does not fit")
     is_best = mesh.planner is planner

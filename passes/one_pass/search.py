@@ -165,7 +165,6 @@ class MeshPlanner:
         launch_s = self.costs.launch_s
         return MeshPlan(
             best=min(fitting, key=order_of) if fitting else None,
-            smallest=None if math.isfinite(incumbent_s) else self._smallest(),
             lower_bound_s=min(c.bound_s for c in closed) + launch_s,
             gap_before=max(c.gap_before for c in closed),
             unlimited_s=min(c.unlimited_s for c in closed) + launch_s,
@@ -238,15 +237,19 @@ class MeshPlanner:
 
     @cached_property
     def bound_s(self) -> float:
-        """No program of this mesh that fits takes less; where none fits, fastest_s."""
-        bound_s = min(chain.bound_s for chain in self.chains) + self.costs.launch_s
-        return bound_s if math.isfinite(bound_s) else self.fastest_s
+        """No program of this mesh that fits takes less; infinite where none fits."""
+        return min(chain.bound_s for chain in self.chains) + self.costs.launch_s
 
     @property
     def unlimited_s(self) -> float:
         """Step time of the best program if memory were unlimited, before it is priced exactly."""
-        found = [chain.solve(None) for chain in self.chains]
-        return min(x.time_s for x in found if x is not None) + self.costs.launch_s
+        return min(chain.unlimited.time_s for chain in self.chains) + self.costs.launch_s
+
+    @cached_property
+    def smallest(self) -> Priced:
+        """The program with the least memory among the simplest: every layer at its least."""
+        candidates = [p for chain in self.chains for _, p in self._smallest_of(chain)]
+        return min(candidates, key=lambda p: (p.memory.peak, p.strategy.label))
 
     def _chains(self) -> Iterator[CandidateChain]:
         """Candidates that may stand together: one layout per tied parameter. Where modes differ in
@@ -297,8 +300,7 @@ class MeshPlanner:
     def _close(self, chain: CandidateChain, incumbent_s: float) -> ClosedChain:
         """Solve a chain for the largest estimate whose program fits; programs are in _priced."""
         bound_s = chain.bound_s
-        unlimited = chain.solve(None)
-        assert unlimited is not None
+        unlimited = chain.unlimited
         closed = ClosedChain(bound_s, math.inf, 0.0, unlimited.time_s, False)
         if math.isinf(bound_s) or bound_s + self.costs.launch_s >= incumbent_s:
             return closed
@@ -355,11 +357,6 @@ class MeshPlanner:
     def _price_of(self, candidates: Sequence[StrategyCandidate]) -> Priced:
         """Exact costs of the program that gives every region one candidate."""
         return self.price([candidates[i.region] for i in self.folded.instances])
-
-    def _smallest(self) -> Priced:
-        """The program with the least memory among the simplest: every layer at its least."""
-        candidates = [p for chain in self.chains for _, p in self._smallest_of(chain)]
-        return min(candidates, key=lambda p: (p.memory.peak, p.strategy.label))
 
     # Exact costs.
 

@@ -61,6 +61,9 @@ class PlanRequest:
     slices: int = 1
     """Of the parameter of the largest operator of `folded`."""
 
+    explains: bool = True
+    """Whether an error that nothing fits says what comes nearest, which takes time to find."""
+
     wants_rivals: bool = False
     """Whether plans are asked for that may win once they are emitted (one_pass/rivals.py)."""
 

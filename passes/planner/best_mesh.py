@@ -15,7 +15,7 @@ from functools import cached_property
 from meshfold.cost_models.hardware.mesh_placement import build_mesh
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.cost_models.op_costs.optimizers import least_share
-from meshfold.errors import OptionError
+from meshfold.errors import InfeasibleError, OptionError
 from meshfold.ir.mesh import Mesh
 from meshfold.ir.plan import SearchStats
 from meshfold.ir.strategy import BESIDE_SELECTIVE, Degrees, UniformStrategy
@@ -24,7 +24,8 @@ from meshfold.passes.memory.region import MemoryModel
 from meshfold.passes.one_pass.best_first import BoundQueue, best_first
 from meshfold.passes.one_pass.bounds import LeastCompute, Room, least_compute, least_step_s
 from meshfold.passes.one_pass.candidate_mesh import CandidateMesh
-from meshfold.passes.one_pass.priced import MeshPlan, NoMeshFits, order_of
+from meshfold.passes.one_pass.no_fit import NoMeshFits
+from meshfold.passes.one_pass.priced import MeshPlan, order_of
 from meshfold.passes.one_pass.record import MeshRecord, search_stats, stats_of
 from meshfold.passes.one_pass.rivals import rivals
 from meshfold.passes.one_pass.search import MeshPlanner
@@ -95,14 +96,17 @@ class MeshRace:
         if isinstance(found, Found):
             return found
         if NODE in self.options.without_rules:
-            raise found.error(self.cluster.num_devices)
+            raise self._error(found)
         wider = self._tree((*self.options.without_rules, NODE))
         is_wider = len(wider.strategies) > len(self._tree(()).strategies)
         over_nodes = self._over(wider) if is_wider else found
         if isinstance(over_nodes, Found):
             note = f"{found.words} while tp stays inside a node: this plan's tp leaves it"
             return replace(over_nodes, notes=(note,))
-        raise found.and_in(over_nodes).error(self.cluster.num_devices)
+        raise self._error(found.and_in(over_nodes))
+
+    def _error(self, found: NoMeshFits) -> InfeasibleError:
+        return found.error(self.cluster.num_devices, explains=self.request.explains)
 
     def mesh_planner(self, degrees: Degrees, strategies: Sequence[UniformStrategy]) -> MeshPlanner:
         """A planner for these strategies of one mesh."""
@@ -151,12 +155,12 @@ class MeshRace:
                 d: strategies for d, strategies in by_mesh.items() if (d.ep * d.cp > 1) == is_second
             }
             self._best_first(wave, state, len(by_mesh))
-        if not state.left and not state.planned:
+        if not state.typed:
             raise self._no_mesh(by_mesh, state.pruned)
         if state.best is None:
             plans = state.plans.values()
             return NoMeshFits(
-                tuple(p.smallest for p in plans if p.smallest is not None),
+                tuple(m.planner for m in state.typed if m.planner is not None),
                 all(math.isinf(p.lower_bound_s) for p in plans),
             )
         ranked = self._with_plainer(self._beyond_sums(state))

@@ -14,7 +14,13 @@ from meshfold.ir.options import CHUNKED_LOSS
 from meshfold.ir.plan import Plan
 from meshfold.passes.planner import operator_slices
 from meshfold.passes.planner.assembly import PlanRequest, model_info
-from meshfold.passes.planner.offload import NEEDS_DISK, NEEDS_OFFLOAD, with_disk, with_offload
+from meshfold.passes.planner.offload import (
+    NEEDS_DISK,
+    NEEDS_OFFLOAD,
+    must_offload,
+    with_disk,
+    with_offload,
+)
 from meshfold.passes.planner.states_precision import PlansOf, fastest_states
 
 NEEDS_CHUNKS = "nothing fits with whole logits: losses that make them in chunks were searched, too"
@@ -34,10 +40,11 @@ def _fitting(asked: PlanRequest, plans_of: PlansOf) -> tuple[Plan, ...]:
     except InfeasibleError:
         for wider, notes in wider_requests(request):
             try:
-                plans = [named_for(plan, asked, wider) for plan in plans_of(wider)]
+                plans = plans_of(replace(wider, explains=False))
             except (OptionError, InfeasibleError):
                 continue
-            return tuple(replace(plan, notes=(*plan.notes, *notes)) for plan in plans)
+            named = [named_for(plan, asked, wider) for plan in plans]
+            return tuple(replace(plan, notes=(*plan.notes, *notes)) for plan in named)
         raise
 
 
@@ -46,12 +53,8 @@ def wider_requests(request: PlanRequest) -> Iterator[tuple[PlanRequest, tuple[st
     # The host stores whole parameters.
     can_offload = request.slices == 1
     chunked, offloaded = with_chunks(request), with_offload(request) if can_offload else None
-    if chunked:
-        yield chunked, (NEEDS_CHUNKS,)
-    for sliced in operator_slices.with_slices(request):
-        yield sliced, (operator_slices.NEEDS_SLICES,)
-    for sliced in operator_slices.with_slices(chunked) if chunked else ():
-        yield sliced, (NEEDS_CHUNKS, operator_slices.NEEDS_SLICES)
+    if not must_offload(request):
+        yield from _on_devices(request, chunked)
     if offloaded:
         yield offloaded, (NEEDS_OFFLOAD,)
     if chunked and offloaded and (both := with_offload(chunked)):
@@ -59,6 +62,17 @@ def wider_requests(request: PlanRequest) -> Iterator[tuple[PlanRequest, tuple[st
     asked = () if offloaded is None else (NEEDS_OFFLOAD,)
     if can_offload and (on_disk := with_disk(offloaded or request)):
         yield on_disk, (*asked, NEEDS_DISK)
+
+
+def _on_devices(
+    request: PlanRequest, chunked: PlanRequest | None
+) -> Iterator[tuple[PlanRequest, tuple[str, ...]]]:
+    if chunked:
+        yield chunked, (NEEDS_CHUNKS,)
+    for sliced in operator_slices.with_slices(request):
+        yield sliced, (operator_slices.NEEDS_SLICES,)
+    for sliced in operator_slices.with_slices(chunked) if chunked else ():
+        yield sliced, (NEEDS_CHUNKS, operator_slices.NEEDS_SLICES)
 
 
 def with_chunks(request: PlanRequest) -> PlanRequest | None:

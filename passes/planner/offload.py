@@ -1,10 +1,12 @@
 """When optimizer states and activations go to the host's memory, and what a plan says of them."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from meshfold.cost_models.op_costs.optimizers import has_states
+from meshfold.cost_models.op_costs.optimizers import has_states, least_share
 from meshfold.ir.cluster import ClusterSpec
+from meshfold.ir.op_graph import ITEM_BYTES
 from meshfold.ir.stage_pins import is_pipeline_pinned
 from meshfold.ir.strategy import UPDATED_BY_HOST, Offload
 from meshfold.passes.memory.host_use import HostUse
@@ -30,6 +32,23 @@ def with_offload(request: PlanRequest) -> PlanRequest | None:
     if is_pipeline_pinned(options.pins) and not is_offered:
         return None
     return replace(request, options=replace(options, allow_offload=True))
+
+
+def must_offload(request: PlanRequest) -> bool:
+    """Whether parameters, their gradients and optimizer states alone, sharded over all devices,
+    leave no room while offload is not asked for: the device that has most has no less than its
+    share."""
+    options = request.options
+    if options.allow_offload or options.pins.get("offload", "none") != "none":
+        return False
+    factor = 2 + least_share(options.optimizer)
+    sharded = sum(
+        math.prod(p.shape) * ITEM_BYTES[p.dtype] * (factor if p.requires_grad and p.used else 1)
+        for p in request.folded.parameters
+    )
+    cluster = request.cluster
+    capacity_bytes = options.memory_bytes or cluster.budget_bytes
+    return cluster.reserve_bytes + sharded / cluster.num_devices > capacity_bytes
 
 
 def within(request: PlanRequest, num_bytes: int) -> PlanRequest:

@@ -20,7 +20,7 @@ from meshfold.memory_probe.prober import OpProber
 from meshfold.passes.memory.region import MemoryModel
 from meshfold.passes.memory.zero import slot_facts
 from meshfold.passes.one_pass.chain import CandidateChain, _SavedOutputs
-from meshfold.passes.one_pass.priced import NoMeshFits, order_of
+from meshfold.passes.one_pass.priced import order_of
 from meshfold.passes.one_pass.search import MeshPlanner
 from meshfold.passes.one_pass.tree import strategies_on
 from meshfold.passes.price.parameters import stored_bytes
@@ -230,15 +230,6 @@ def test_what_nobody_reads_is_not_saved_in_any_program() -> None:
     for region, outputs in enumerate(found.always):
         makers = [k for k, i in enumerate(unread.instances) if i.region == region]
         assert all((maker, output) in read for maker in makers for output in outputs)
-
-
-@pytest.mark.parametrize(
-    ("is_proven", "words"), [(True, "nothing fits"), (False, "found nothing that fits")]
-)
-def test_that_nothing_fits_is_said_where_a_bound_proves_it(is_proven: bool, words: str) -> None:
-    smallest = planner("gpt2", 2, 2, memory_bytes=50_000).plan().smallest
-    assert smallest is not None
-    assert str(NoMeshFits((smallest,), is_proven).error(4)).startswith(f"{words} in ")
 
 
 def every_program(of: MeshPlanner, chain: CandidateChain):

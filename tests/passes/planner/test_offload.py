@@ -1,23 +1,30 @@
 """When optimizer states go to the host, and what plans say of it."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from support.processes.offload import cluster_with_hosts
-from support.search.stack_plans import PROBER, stack_graph, stack_plan
+from support.search.stack_plans import BATCH, PROBER, stack_graph, stack_plan
 
 from meshfold.codegen.emit.pipeline import emit_plan
 from meshfold.errors import InfeasibleError, OptionError, PlanMismatchError
 from meshfold.ir.cluster import ClusterSpec
+from meshfold.ir.options import CompileOptions
 from meshfold.ir.plan import Plan
+from meshfold.passes.planner.assembly import PlanRequest
 from meshfold.passes.planner.check import price_plan
-from meshfold.passes.planner.offload import NEEDS_DISK, NEEDS_OFFLOAD
+from meshfold.passes.planner.offload import NEEDS_DISK, NEEDS_OFFLOAD, must_offload
 from meshfold.plan_file.io import plan_from_json, plan_to_json
 
 
 def plan(cluster: ClusterSpec | None = None, **options) -> Plan:
     return stack_plan(cluster or cluster_with_hosts(1), **options)
+
+
+def request(cluster: ClusterSpec, **options) -> PlanRequest:
+    return PlanRequest(stack_graph(), cluster, CompileOptions(**options), "stack", BATCH, PROBER)
 
 
 def offloads(found: Plan) -> list[str]:
@@ -45,6 +52,26 @@ def test_what_does_not_fit_is_made_to_fit_and_says_so() -> None:
     num_bytes = 4 * sum(8 * a * b for a, b in ((64, 128), (128, 64), (1, 128), (1, 64))) * 4
     (note,) = (note for note in least.notes if "host's memory" in note)
     assert "of 5 of 5 layers" in note and f"{num_bytes / 1e6:.3g} MB" in note
+
+
+def test_where_states_leave_no_room_nothing_else_is_tried() -> None:
+    """Parameters, gradients and two states of 8-byte numbers, four layers and more, on one device
+    and sharded over two."""
+    numbers = sum(math.prod(p.shape) for p in stack_graph().parameters)
+    for num_devices in (1, 2):
+        hosts = cluster_with_hosts(num_devices)
+        # A step of AdamW makes tensors at once: what is left out of the bound.
+        states = hosts.reserve_bytes + 4 * 8 * numbers // num_devices
+        bounds = [
+            memory
+            for memory in range(states // 2, 2 * states, states // 20)
+            if must_offload(request(hosts, memory_bytes=memory))
+        ]
+        assert states - states // 20 <= max(bounds) <= 1.5 * states
+        with pytest.raises(InfeasibleError):
+            plan(hosts, memory_bytes=max(bounds), pins={"offload": "none"})
+        assert not must_offload(request(hosts, memory_bytes=1, allow_offload=True))
+        assert not must_offload(request(hosts, memory_bytes=1, pins={"offload": "optimizer"}))
 
 
 def test_a_pipeline_that_is_pinned_is_made_to_fit_as_a_whole() -> None:
