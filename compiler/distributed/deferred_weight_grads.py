@@ -2,6 +2,7 @@
 meshfold.codegen.schedule.split_backward."""
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -29,11 +30,17 @@ class DeferredWeightGrads:
         self._products: list[tuple[GradientEdge, Product]] = []
         self._tapped: list[GradientEdge] = []
         self._gradients: list[Tensor | None] = []
+        self._tokens: list[tuple[GradientEdge, Tensor]] = []
         self._step: weakref.ref[GatheringStep] | None = None
 
     def note_step(self, step: "GatheringStep") -> None:
         """Whose backward runs. Weak: the step refers to this."""
         self._step = weakref.ref(step)
+
+    def hold(self, token: Tensor) -> Tensor:
+        """A tensor in place of `token`, whose own backward is the last of dW."""
+        self._tokens.append((get_gradient_edge(token), token.detach()))
+        return token.new_empty(0, requires_grad=True)
 
     def end_backward(self) -> None:
         """All but what is put off is done: no product here reads a gathered parameter."""
@@ -85,27 +92,62 @@ class DeferredWeightGrads:
         return found
 
     def run(self) -> None:
-        """The action dW: all gradients of parameters go to `.grad`. What a product needed is free
-        behind it."""
+        """The action dW: all gradients of parameters go to `.grad`, those that are reduced together
+        when all of them are there. What a product needed is free behind it."""
         products, self._products = self._products[::-1], []
+        groups = self._groups()
+        group_of = {number: g for g, numbers in enumerate(groups) for number in numbers}
+        reached = [{group_of[n] for n in self._taps_behind(edge)} for edge, _ in products]
+        left = Counter(g for of in reached for g in of)
+        for g, numbers in enumerate(groups):
+            if not left[g]:
+                self._hand_over(numbers)
         while products:
             weight, product = products.pop()
             with torch.no_grad():
                 gradient = product(None)
             del product
             torch.autograd.backward(weight, gradient)
-        pairs = zip(self._tapped, self._gradients, strict=True)
-        found = [(parameter, g) for parameter, g in pairs if g is not None]
+            del gradient
+            for g in sorted(reached.pop()):
+                left[g] -= 1
+                if not left[g]:
+                    self._hand_over(groups[g])
         self._tapped, self._gradients = [], []
-        # What is gathered together needs all of its gradients at once; others go one by one.
-        together = [(e, g) for e, g in found if not _is_leaf(e)]
-        alone = [(e, g) for e, g in found if _is_leaf(e)]
-        del found
-        while alone:
-            parameter, gradient = alone.pop()
-            torch.autograd.backward(parameter, gradient)
-        if together:
-            torch.autograd.backward([p for p, _ in together], [g for _, g in together])
+        tokens, self._tokens = self._tokens, []
+        if tokens:
+            torch.autograd.backward([edge for edge, _ in tokens], [g for _, g in tokens])
+
+    def _groups(self) -> list[list[int]]:
+        """The numbers of taps whose gradients are handed over together, in the order of the
+        backward: those of parameters that were gathered together, others alone."""
+        together: dict[object, list[int]] = {}
+        for number, edge in enumerate(self._tapped):
+            together.setdefault(number if _is_leaf(edge) else edge.node, []).append(number)
+        return list(together.values())[::-1]
+
+    def _taps_behind(self, edge: GradientEdge) -> set[int]:
+        """The taps that a gradient at this edge comes to."""
+        found: set[int] = set()
+        seen, left = {edge.node}, [edge.node]
+        while left:
+            node = left.pop()
+            if getattr(node, "deferred", None) is self:
+                found.add(node.number)  # type: ignore[attr-defined]
+                continue
+            behind = {n for n, _ in node.next_functions if n is not None} - seen
+            seen |= behind
+            left += behind
+        return found
+
+    def _hand_over(self, numbers: Sequence[int]) -> None:
+        pairs = [(self._tapped[n], g) for n in numbers if (g := self._gradients[n]) is not None]
+        for n in numbers:
+            self._gradients[n] = None
+        if pairs:
+            edges, gradients = zip(*pairs, strict=True)
+            del pairs
+            torch.autograd.backward(edges, gradients)
 
 
 def _is_leaf(edge: GradientEdge) -> bool:

@@ -33,8 +33,10 @@ def start_ahead(ahead: Callable[[], None]) -> None:
 def _use(use: GroupUse) -> tuple[Tensor, ...]:
     if use.token is None:
         return tuple(use.members())
-    members: tuple[Tensor, ...] = _UseGroup.apply(use, use.token)  # type: ignore[no-untyped-call]
     deferred = use.deferred
+    # What ends the step waits for the gradients of all groups, which come one after the other.
+    token = use.token if deferred is None else deferred.hold(use.token)
+    members: tuple[Tensor, ...] = _UseGroup.apply(use, token)  # type: ignore[no-untyped-call]
     return members if deferred is None else tuple(map(deferred.tap, members))
 
 

@@ -22,6 +22,22 @@ class PutOffBytes:
     products: tuple[tuple[int, int, int], ...] = ()
 
 
+@dataclass(frozen=True)
+class LeftToW:
+    """What one instance leaves to W. direct: bytes of its gradients that go straight to .grad;
+    goes_alone: whether all of them do, each behind its product. Others go when all are there."""
+
+    put_off: PutOffBytes
+    direct: int = 0
+    goes_alone: bool = False
+
+    @property
+    def parts(self) -> list[tuple[tuple[int, int, int], ...]]:
+        """Products behind each of which gradients are handed over."""
+        products = self.put_off.products
+        return [(p,) for p in products] if self.goes_alone and products else [products]
+
+
 class HeldProducts:
     """The products of a region that are put off, as its backward comes to them."""
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from meshfold.cost_models.memory.parameter_uses import ParameterUse
-from meshfold.cost_models.memory.put_off_bytes import PutOffBytes
+from meshfold.cost_models.memory.put_off_bytes import LeftToW, PutOffBytes
 from meshfold.cost_models.memory.step_memory import InstanceMemory, InstanceOutput, Timeline
 
 
@@ -61,9 +61,15 @@ class StageResidents:
     gradients: ParameterGradients
     kept: int
     """From F to B."""
-    put_off: PutOffBytes
+    put_off: tuple[LeftToW, ...]
+    """Of each instance, in the order of W."""
     saved: tuple[int, ...]
     """Of what is inside each instance when its backward begins."""
+
+    @property
+    def put_off_bytes(self) -> int:
+        """From B to W."""
+        return sum(instance.put_off.kept for instance in self.put_off)
 
 
 def stage_residents(
@@ -96,12 +102,15 @@ def stage_residents(
         activations=tuple(a + b for a, b in zip(activations, values, strict=True)),
         gradients=of,
         kept=activations[count] + memories[-1].memory.saved_bytes,
-        put_off=PutOffBytes(
-            sum(instance.put_off.kept for instance in instances),
-            tuple(x for instance in reversed(instances) for x in instance.put_off.products),
-        ),
+        put_off=tuple(map(_left_to_w, reversed(instances))),
         saved=tuple(m.memory.saved_bytes for m in memories),
     )
+
+
+def _left_to_w(instance: StageInstance) -> LeftToW:
+    uses = instance.memory.parameters
+    direct = sum(u.gradient_bytes for u in uses if _is_direct(u, instance.is_once))
+    return LeftToW(instance.put_off, direct, all(u.how == "direct" for u in uses))
 
 
 def _parameter_gradients(

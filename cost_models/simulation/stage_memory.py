@@ -194,26 +194,19 @@ class _Device:
         if not self.splits:
             gradients -= self.gradients[s]  # they are in the pass
         self._note_beside(pass_, of, gradients, coming)
-        self.kept[s] += residents.put_off.kept
+        self.kept[s] += residents.put_off_bytes
         if not self.splits:
             parameters = residents.gradients
             self.gradients[s] = parameters.summed if self.left[s] else parameters.final
         self.sent = of.use.sends_back
 
     def _weight_gradients(self, action: StageAction, coming: int) -> None:
-        """Products one after the other, then all gradients go where they belong."""
+        """Products one after the other. Gradients that go straight to .grad go there behind their
+        product, others behind the last of their instance: results of reductions, and in the first W
+        what is added up later, count from the first of these on."""
         s, of = action.stage, self.stages[action.stage]
-        residents = of.use.residents
-        gradients, before = residents.gradients, self.gradients[s]
+        gradients, before = of.use.residents.gradients, self.gradients[s]
         others = sum(self.gradients.values()) - before
-        made = most = 0
-        for gradient, freed, scratch in residents.put_off.products:
-            made += gradient
-            most = max(most, made + scratch)
-            made -= freed
-        self._note_beside(Moment(before, transient=most), of, others, coming)
-        self.kept[s] -= residents.put_off.kept
-        leaving = residents.put_off.kept + made + of.use.largest_gradient_bytes
         buffers, of_results = of.use.reduced_bytes, gradients.each
         if before:
             buffers = max(buffers, of.use.summed_bytes)
@@ -221,8 +214,30 @@ class _Device:
             of_results += gradients.sums
         if not self.left[s]:
             of_results += gradients.late
-        adding = Moment(before + of_results, buckets=buffers, transient=leaving)
-        self._note_beside(adding, of, others, coming)
+        results = direct = 0
+        for left in of.use.residents.put_off:
+            kept = left.put_off.kept
+            for number, part in enumerate(left.parts):
+                made = most = 0
+                for gradient, freed, scratch in part:
+                    made += gradient
+                    most = max(most, made + scratch)
+                    made -= freed
+                now = before + results + direct
+                self._note_beside(Moment(now, transient=most), of, others, coming)
+                is_last = number + 1 == len(left.parts)
+                released = kept if is_last else sum(freed for _, freed, _ in part)
+                kept -= released
+                self.kept[s] -= released
+                leaving = released + made + of.use.largest_gradient_bytes
+                results = results if left.goes_alone else of_results
+                now = before + results + direct
+                adding = Moment(now, buckets=buffers, transient=leaving)
+                self._note_beside(adding, of, others, coming)
+                if left.goes_alone and not before:
+                    direct += sum(gradient for gradient, _, _ in part)
+            if not (left.goes_alone or before):
+                direct += left.direct
         self.gradients[s] = gradients.summed if self.left[s] else gradients.final
 
     def _note_beside(self, pass_: Moment, of: StageMemory, gradients: int, coming: int) -> None:

@@ -88,5 +88,6 @@ def test_one_microbatch_and_what_waits_for_w(splits: bool) -> None:
     layers = [replace(layer(k), put_off=PutOffBytes(7, ((20, 6, 0),))) for k in range(2)]
     found = stage_residents(layers, [(1, 0)], is_only=True, splits=splits)
     assert found.gradients.last[2:] == ((0, 0) if splits else (0, 20))
-    assert found.put_off == PutOffBytes(14, ((20, 6, 0), (20, 6, 0)))
+    left = PutOffBytes(7, ((20, 6, 0),))
+    assert [x.put_off for x in found.put_off] == [left, left] and found.put_off_bytes == 14
     assert found.activations[3] - found.activations[0] == 10 + 7

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshfold.cost_models.memory.put_off_bytes import PutOffBytes
+from meshfold.cost_models.memory.put_off_bytes import LeftToW, PutOffBytes
 from meshfold.cost_models.memory.stage_residents import ParameterGradients, StageResidents
 from meshfold.cost_models.memory.step_memory import Moment
 from meshfold.cost_models.pipeline.actions import Pass, StageAction
@@ -18,7 +18,7 @@ from meshfold.cost_models.simulation.stage_memory import (
 from meshfold.ir.step_events import Event, RegionEvents, StepEvents
 
 NO_GRADIENTS = ParameterGradients((0, 0), (0, 0), (0, 0), 0, 0, 0, 0, 0)
-RESIDENTS = StageResidents((0, 0), NO_GRADIENTS, kept=100, put_off=PutOffBytes(), saved=(0,))
+RESIDENTS = StageResidents((0, 0), NO_GRADIENTS, kept=100, put_off=(), saved=(0,))
 USE = StageUse(RESIDENTS, {Pass.FORWARD: 0, Pass.BACKWARD: 0})
 
 
@@ -96,12 +96,35 @@ def test_what_waits_for_w() -> None:
     # Two products: the second frees what both need. 60 + 8 are kept from B to W.
     put_off = PutOffBytes(68, ((40, 0, 5), (25, 60, 0)))
     gradients = replace(NO_GRADIENTS, summed=70, final=70)
-    residents = replace(RESIDENTS, put_off=put_off, gradients=gradients)
+    residents = replace(RESIDENTS, put_off=(LeftToW(put_off),), gradients=gradients)
     of = memory(replace(USE, residents=residents))
     # B: 130. W: 68 + 40, 68 + 40 + 25, then 8 + 65 go to .grad.
     assert peak("F0 B0 W0", of) == Moment(activations=68, transient=65)
     # A second W finds the gradients of the first.
     assert peak("F0 B0 W0 F1 B1 W1", of).total == 70 + 68 + 65
+
+
+def test_gradients_of_an_instance_go_before_the_next_one_makes_its_own() -> None:
+    # Two instances of two products each: 80 made, of 100 kept 90 freed by then.
+    each = LeftToW(PutOffBytes(100, ((40, 50, 0), (40, 40, 7))))
+    gradients = replace(NO_GRADIENTS, summed=160, final=160, sums=160)
+    residents = replace(RESIDENTS, put_off=(each, each), gradients=gradients)
+    of = memory(replace(USE, residents=residents))
+    # The first W: 200 are kept, and 40, then 40 - 50 + 40 + 7 more are made; behind that 100 are
+    # left of the others, 10 of its own, 80 gradients, and what they are added up in.
+    assert peak("F0 B0 W0", of) == Moment(160, 100, transient=100 - 90 + 80)
+    # In the second W these are there from the beginning.
+    assert peak("F0 B0 W0 F1 B1 W1", of) == Moment(160, 200, transient=40)
+    # What goes straight to .grad goes behind its product, and is 160 in the end.
+    alone = replace(each, direct=80, goes_alone=True)
+    residents = replace(residents, put_off=(alone, alone), gradients=replace(gradients, sums=0))
+    of = memory(replace(USE, residents=residents))
+    assert peak("F0 B0 W0", of) == Moment(0, 200, transient=40)
+    assert peak("F0 B0 W0 F1 B1 W1", of) == Moment(160, 200, transient=40)
+    mixed = replace(each, direct=80)
+    residents = replace(residents, put_off=(mixed, mixed))
+    # Behind the second: what it handed over, and before that the other.
+    assert peak("F0 B0 W0", memory(replace(USE, residents=residents))).total == 200 + 40
 
 
 @pytest.mark.parametrize("splits", [False, True])
@@ -113,7 +136,7 @@ def test_passes_of_a_stage(splits: bool) -> None:
     )
     events = StepEvents((region,), (0,), (), 0.0, (0, 0, 0), fixed_bytes=0)
     gradients = ParameterGradients((0, 1), (0, 2), (0, 3), 3, 3, 0, 0, 0)
-    residents = StageResidents((4, 5), gradients, kept=25, put_off=PutOffBytes(), saved=(20,))
+    residents = StageResidents((4, 5), gradients, kept=25, put_off=(), saved=(20,))
     use = replace(USE, residents=residents)
     found = stage_memory(StageEvents(events, events), events, use, splits=splits)
     assert found.first_forward == found.forward == Moment(activations=4, transient=10)
