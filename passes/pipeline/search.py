@@ -47,9 +47,10 @@ from meshfold.passes.pipeline.interleaved import InterleavedOutcome, search_inte
 from meshfold.passes.pipeline.layers import StrategyCosts
 from meshfold.passes.pipeline.problem import PipelineProblem, PipelineProblems
 from meshfold.passes.pipeline.tree import PipelineTree, degrees_order
+from meshfold.passes.run.hull import IntArray
 from meshfold.passes.stages.answer import PipelinePlan
 from meshfold.passes.stages.memory_bound import memory_bound_s
-from meshfold.passes.stages.search import StageSearch
+from meshfold.passes.stages.search import StageSearch, search_faster_stages
 from meshfold.passes.stages.solved import step_ends_s
 
 MEMORY = "layers under the memory above the best plan"
@@ -169,6 +170,17 @@ def beyond_sums(outcome: PipelineOutcome, limit_s: float, most: int) -> Pipeline
         found += [popped.found] if popped.found else []
     searched = tuple((p.degrees, *p.searched) for p in outcome.candidates if p.searched)
     return replace(outcome, found=(*outcome.found, *found), searched=searched)
+
+
+def in_less_memory(found: PricedPipeline, less_bytes: IntArray) -> PricedPipeline | None:
+    """The best pipeline of the same degrees and schedule on devices that have so many bytes less
+    than `found` takes, and where that is 0, what it was allowed; None where none is found."""
+    plan = found.plan
+    less = np.array(plan.memory_bytes) - less_bytes
+    memory_bytes = np.maximum(0, np.where(less_bytes > 0, less, plan.budgets_bytes))
+    chain = replace(found.problem.chain, memory_bytes=memory_bytes)
+    fitting = search_faster_stages(chain, [plan.schedule], np.inf, max_branches=0)
+    return priced_pipeline(found.problem, fitting) if isinstance(fitting, PipelinePlan) else None
 
 
 def _with_replicas_apart(

@@ -223,5 +223,10 @@ def rank_pipelines(
         first = [x for x in by_sum[:1] if x not in alike]
         close += close_to_best([*first, *alike], lambda x: x.step_s)
     steps = [(x, simulated_step_s(problems, x)) for x in by_sum if x in close]
-    ranked = sorted(steps, key=lambda entry: float(f"{entry[1]:.3e}"))
+    ranked = sorted(steps, key=by_step)
     return [*ranked, *((x, x.step_s) for x in by_sum if x not in close)]
+
+
+def by_step(entry: tuple[PricedPipeline, float]) -> float:
+    """The key of a pipeline with its seconds: those to four digits."""
+    return float(f"{entry[1]:.3e}")

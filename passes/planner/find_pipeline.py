@@ -30,9 +30,15 @@ from meshfold.passes.pipeline.search import (
     PipelineOutcome,
     PricedPipeline,
     beyond_sums,
+    in_less_memory,
     search_pipelines,
 )
-from meshfold.passes.pipeline.simulated import TypedPipeline, rank_pipelines
+from meshfold.passes.pipeline.simulated import (
+    TypedPipeline,
+    by_step,
+    rank_pipelines,
+    simulated_step_s,
+)
 from meshfold.passes.pipeline.tree import CUT_EXPERTS, PipelineTree, grow_pipelines
 from meshfold.passes.planner.accumulation import fitting_rows
 from meshfold.passes.planner.assembly import PlanRequest, model_info
@@ -100,30 +106,41 @@ def _fastest(
     """The fastest as simulated that fits, its seconds, and the outcome with what was searched for
     it. Where it takes longer than it adds up, MOST_BEYOND of the pipelines that add up to less than
     it takes, or than known_s, are planned and simulated, too."""
-    typed, best_s = _fastest_that_fits(problems, outcome.found)
+    typed, best_s = _fastest_that_fits(problems, outcome.found, known_s)
     if typed is None:
         return None, best_s, outcome
     limit_s = (1 - LEAST_GAIN) * min(best_s, known_s)
     if typed.found.step_s < limit_s:
         known = len(outcome.found)
         outcome = beyond_sums(outcome, limit_s, MOST_BEYOND)
-        other, other_s = _fastest_that_fits(problems, outcome.found[known:])
+        other, other_s = _fastest_that_fits(problems, outcome.found[known:], limit_s)
         if other_s < limit_s:
             typed, best_s = other, other_s
     return typed, best_s, outcome
 
 
 def _fastest_that_fits(
-    problems: PipelineProblems, found_by_sums: Sequence[PricedPipeline]
+    problems: PipelineProblems, found_by_sums: Sequence[PricedPipeline], beat_s: float
 ) -> tuple[TypedPipeline | None, float]:
-    """The first by simulated time whose simulated peak fits, too, and its seconds: what the search
-    adds up is seldom less than that."""
+    """The first by simulated time whose simulated peak fits, too, and its seconds. What the search
+    adds up is seldom less than that peak: where it is, and the step below beat_s, what is missing
+    is taken off the memory of its devices, and their stages are searched again, MOST_TIGHTENED
+    times in all."""
     ranked = rank_pipelines(problems, found_by_sums) if found_by_sums else []
-    for found, step_s in ranked:
+    num_left = MOST_TIGHTENED
+    while ranked:
+        found, step_s = ranked.pop(0)
         typed = TypedPipeline(problems, found)
-        devices = range(found.plan.schedule.num_devices)
-        if all(device_memory(typed, device).fits for device in devices):
+        peaks = [device_memory(typed, d).peak for d in range(found.plan.schedule.num_devices)]
+        over_bytes = np.maximum(0, np.array(peaks) - found.problem.capacity_bytes)
+        if not over_bytes.any():
             return typed, step_s
+        if step_s >= beat_s or not num_left:
+            continue
+        num_left -= 1
+        if smaller := in_less_memory(found, over_bytes):
+            ranked.append((smaller, simulated_step_s(problems, smaller)))
+            ranked.sort(key=by_step)
     return None, np.inf
 
 
@@ -141,6 +158,10 @@ def _grown(request: PlanRequest) -> tuple[PipelineProblems, PipelineTree]:
     is_cut = pieces is not request.folded
     return problems, tree.without_shared_experts() if is_cut else tree
 
+
+MOST_TIGHTENED = 4
+"""Searches of stages for what a simulated peak is above the memory. Chosen: each takes seconds, and
+of a pipeline one or two are enough."""
 
 LEAST_GAIN = 5e-3
 """What a pipeline is faster by, as simulated, than a plan in one pass, which trains by a plain

@@ -1,5 +1,7 @@
 """Pipelines beyond those that add up to the least."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from support.models.hugging_face import BATCH
@@ -12,6 +14,7 @@ from meshfold.passes.one_pass.shortlist import MOST_BEYOND
 from meshfold.passes.one_pass.tree import SearchSpec
 from meshfold.passes.pipeline.problem import PipelineProblems
 from meshfold.passes.pipeline.search import PipelineOutcome, beyond_sums, search_pipelines
+from meshfold.passes.pipeline.simulated import TypedPipeline, rank_pipelines
 from meshfold.passes.pipeline.tree import PipelineTree, grow_pipelines
 from meshfold.passes.planner import find_pipeline
 
@@ -80,3 +83,27 @@ def test_where_the_least_sum_simulates_slowly_others_are_simulated_too(
     least_s = min(x.step_s for x in known)
     _, _, same = find_pipeline._fastest(problems, outcome, 0.9 * least_s)
     assert same is outcome
+
+
+def test_what_does_not_fit_as_simulated_gets_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that needs more than was counted: 5 % of what it takes of the fastest pipeline."""
+    problems, _, outcome = searched()
+    (first, _), *_ = rank_pipelines(problems, outcome.found)
+    limit = int(0.95 * first.plan.memory_bytes[-1])
+
+    def simulated(typed: TypedPipeline, device: int) -> object:
+        taken, capacity = typed.found.plan.memory_bytes, typed.found.problem.capacity_bytes
+        over = taken[device] - limit if device + 1 == len(taken) else 0
+        return SimpleNamespace(peak=capacity + over)
+
+    monkeypatch.setattr(find_pipeline, "device_memory", simulated)
+    typed, step_s = find_pipeline._fastest_that_fits(problems, outcome.found, np.inf)
+    assert typed is not None and typed.found is not first
+    assert typed.found.plan.memory_bytes[-1] <= limit < first.plan.memory_bytes[-1]
+    assert typed.found.plan.schedule == first.plan.schedule
+    assert typed.found.step_s >= first.step_s and typed.found.problem is first.problem
+    # Nothing is searched again that is not faster than what is there already.
+    nothing = (None, np.inf)
+    assert find_pipeline._fastest_that_fits(problems, outcome.found, 0.9 * step_s) == nothing
+    monkeypatch.setattr(find_pipeline, "MOST_TIGHTENED", 0)
+    assert find_pipeline._fastest_that_fits(problems, outcome.found, np.inf) == nothing
