@@ -1,6 +1,6 @@
 """What a backward leaves for W, where the schedule has gradients of weights apart."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -32,10 +32,36 @@ class LeftToW:
     goes_alone: bool = False
 
     @property
-    def parts(self) -> list[tuple[tuple[int, int, int], ...]]:
-        """Products behind each of which gradients are handed over."""
-        products = self.put_off.products
-        return [(p,) for p in products] if self.goes_alone and products else [products]
+    def parts(self) -> list["PartOfW"]:
+        """Between one time that gradients are handed over and the next."""
+        products, left = self.put_off.products, self.put_off.kept
+        found = []
+        for part in [(p,) for p in products[:-1]] if self.goes_alone else ():
+            found.append(_part(part, sum(freed for _, freed, _ in part)))
+            left -= found[-1].freed
+        return [*found, _part(products[-1:] if self.goes_alone else products, left)]
+
+
+@dataclass(frozen=True)
+class PartOfW:
+    """Products whose gradients are handed over together, in bytes. most: beside what they need;
+    made: their gradients; freed: of what was kept."""
+
+    most: int
+    made: int
+    freed: int
+    behind: int
+    """What is there beside what is still kept when the gradients are handed over."""
+
+
+def _part(products: Sequence[tuple[int, int, int]], freed_bytes: int) -> PartOfW:
+    there = most = 0
+    for gradient, freed, scratch in products:
+        there += gradient
+        most = max(most, there + scratch)
+        there -= freed
+    made = sum(gradient for gradient, _, _ in products)
+    return PartOfW(most, made, freed_bytes, freed_bytes + there)
 
 
 class HeldProducts:

@@ -216,28 +216,17 @@ class _Device:
             of_results += gradients.late
         results = direct = 0
         for left in of.use.residents.put_off:
-            kept = left.put_off.kept
-            for number, part in enumerate(left.parts):
-                made = most = 0
-                for gradient, freed, scratch in part:
-                    made += gradient
-                    most = max(most, made + scratch)
-                    made -= freed
+            for part in left.parts:
                 now = before + results + direct
-                self._note_beside(Moment(now, transient=most), of, others, coming)
-                is_last = number + 1 == len(left.parts)
-                released = kept if is_last else sum(freed for _, freed, _ in part)
-                kept -= released
-                self.kept[s] -= released
-                leaving = released + made + of.use.largest_gradient_bytes
+                self._note_beside(Moment(now, transient=part.most), of, others, coming)
+                self.kept[s] -= part.freed
                 results = results if left.goes_alone else of_results
                 now = before + results + direct
+                leaving = part.behind + of.use.largest_gradient_bytes
                 adding = Moment(now, buckets=buffers, transient=leaving)
                 self._note_beside(adding, of, others, coming)
-                if left.goes_alone and not before:
-                    direct += sum(gradient for gradient, _, _ in part)
-            if not (left.goes_alone or before):
-                direct += left.direct
+                if not before:
+                    direct += part.made if left.goes_alone else left.direct
         self.gradients[s] = gradients.summed if self.left[s] else gradients.final
 
     def _note_beside(self, pass_: Moment, of: StageMemory, gradients: int, coming: int) -> None:

@@ -22,6 +22,9 @@ from meshfold.passes.run.chain import Chain, ChainTable, Relaxation
 from meshfold.passes.run.core import RELATIVE_TIE
 from meshfold.passes.run.hull import FloatArray, IntArray, undominated
 
+ROUNDING = 1e-9
+"""Relative: more than sums over all layers are rounded by."""
+
 FIRST_WIDTH = 64
 """Labels per layer of the search that finds the first plan."""
 
@@ -57,7 +60,7 @@ def search_labels(chain: Chain, relaxed: Relaxation, width: int) -> LabelResult:
     width: most labels per layer.
     """
     # Where memory costs nothing, the walk of the relaxation is a plan: what is above it is not.
-    limit_s = np.inf if relaxed.price else relaxed.dual_s * (1 + RELATIVE_TIE)
+    limit_s = np.inf if relaxed.price else relaxed.dual_s * (1 + ROUNDING)
     first = _sweep(chain, relaxed, min(FIRST_WIDTH, width), limit_s)
     first_s = float(first[0][-1].time_s.min())
     limit_s = first_s * (1 - RELATIVE_TIE)

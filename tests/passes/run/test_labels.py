@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from support.search.runs import brute_force_s, random_type, run_problems, tight_problem
 
 from meshfold.passes.run import search as run_search
-from meshfold.passes.run.problem import NothingFits, Run, RunProblem
+from meshfold.passes.run.problem import LayerType, NothingFits, Run, RunPlan, RunProblem
 from meshfold.passes.run.search import solve_runs
 
 
@@ -50,3 +50,22 @@ def test_dropped_labels_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert full.gap == 0
     assert capped.gap >= (capped.time_s - full.time_s) / full.time_s
     assert capped.gap == pytest.approx((capped.time_s - capped.dual_s) / capped.dual_s)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_without_a_limit_every_layer_is_at_its_fastest(seed: int) -> None:
+    """Seconds of many sizes: sums of them are rounded otherwise in one order than in another."""
+    rng = np.random.default_rng(seed)
+    layers = [
+        LayerType(
+            f"layer {k}",
+            ("a", "b", "c"),
+            rng.random(3) * 10.0 ** rng.integers(-6, 3),
+            rng.integers(1, 100, 3),
+        )
+        for k in range(400)
+    ]
+    found = solve_runs(RunProblem(tuple(Run(layer, 1) for layer in layers)))
+    assert isinstance(found, RunPlan)
+    assert found.time_s == pytest.approx(sum(x.time_s.min() for x in layers), rel=1e-9)
+    assert not found.capped
