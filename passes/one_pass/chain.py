@@ -3,17 +3,21 @@
 Peak memory is a maximum over moments, the chain needs a sum over layers. Two are used:
 
     estimate   fixed + sum_i (states_i + max(retained_i, gradients_i)): the most that is resident at
-               any moment of the backward; the workspace comes off the budget. Where the bound says
-               that the optimizer's step binds, gradients_i + stepping_i
+               any moment of the backward; the workspace comes off the budget
+    step       fixed + sum_i (states_i + gradients_i + stepping_i), when the optimizer steps: what
+               the search by the estimate finds is mended where that is too much (step_limit.py)
     bound      what is resident in every program at three moments, fixed included: when the backward
                starts, sum_i (states_i + retained_i) with the inside of the layer that runs then; in
-               the backward of the longest run's last layer; and sum_i (states_i + gradients_i +
-               stepping_i) when the optimizer steps
+               the backward of the longest run's last layer; and when the optimizer steps. Where
+               the last and another are short of memory, means of the two with weights, too: a
+               program that fits in both moments fits there
 """
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -22,9 +26,10 @@ from meshfold.ir.op_graph import FoldedGraph, SourceKind
 from meshfold.ir.strategy import TP_MODES, TpMode
 from meshfold.passes.one_pass.candidates import StrategyCandidate
 from meshfold.passes.one_pass.mode_changes import ModeChanges
+from meshfold.passes.one_pass.step_limit import LayerChoices, counts_within
 from meshfold.passes.run.hull import FloatArray, lower_hull, sum_hulls
 from meshfold.passes.run.problem import Block, LayerType, Run, RunPlan, RunProblem
-from meshfold.passes.run.search import solve_runs
+from meshfold.passes.run.search import price_blocks, solve_runs
 
 LayerBytes = Callable[[StrategyCandidate, int], int]
 """Bytes that a layer of a region (its number) needs under a candidate."""
@@ -35,6 +40,10 @@ or offloads without need where communication or compute hides it."""
 
 MOST_LIMITS = 64
 """Workspace limits that are tried for the smallest program."""
+
+SHARES = 8
+"""Weights of the mean of two moments go in steps of one of so many. Chosen: finer ones raise
+bounds by less than a tenth of a percent."""
 
 NODE_CAP = 5_000
 """Exchanges that one exact search looks at before it is content with the bound."""
@@ -65,10 +74,9 @@ class CandidateChain:
         # The first instance is a run of its own: only its gather and reduction are fully exposed.
         rest = [(region, first + 1, count - 1)] if count > 1 else []
         self.runs = [(region, first, 1), *rest, *runs[1:]]
-        stepping, *others = (self._relaxed_s(capacity_bytes, m) for m in self._moments())
-        self.bound_s = max(stepping, *others)
+        self.capacity_bytes = capacity_bytes
+        self.bound_s = self._bound_s()
         """No choice among all candidates that fits is faster. Infinite where nothing fits."""
-        self._step_binds = stepping > max(others)
         self.candidates = [self._worthwhile(r, of) for r, of in enumerate(candidates)]
 
     def smallest(self) -> list[list[StrategyCandidate]]:
@@ -134,9 +142,23 @@ class CandidateChain:
             moments.append(runs)
         return moments
 
+    def _bound_s(self) -> float:
+        step, *others = self._moments()
+        step_s, *others_s = (self._relaxed_s(m) for m in (step, *others))
+        bound_s = max(step_s, *others_s)
+        free_s = self._relaxed_s(step, math.inf)
+        for moment, moment_s in zip(others, others_s, strict=True):
+            if free_s < min(step_s, moment_s) and math.isfinite(bound_s):
+                means = (_mean_with_step(moment, share) for share in range(1, SHARES))
+                bound_s = max(bound_s, *(self._relaxed_s(mean) for mean in means))
+        return bound_s
+
     def _relaxed_s(
-        self, budget_bytes: int, moment: Sequence[tuple[int, bool, int, LayerBytes]]
+        self,
+        moment: Sequence[tuple[int, bool, int, LayerBytes]],
+        budget_bytes: float | None = None,
     ) -> float:
+        """budget_bytes: None for the capacity."""
         # Layers that recur in many runs are of one kind.
         counts: Counter[tuple[int, bool, LayerBytes]] = Counter()
         for region, is_first, count, layer_bytes in moment:
@@ -147,6 +169,7 @@ class CandidateChain:
             memory = np.array([layer_bytes(c, region) for c in candidates], dtype=np.int64)
             hulls.append(lower_hull(_times(candidates, is_first), memory))
         total = sum_hulls(hulls, list(counts.values()))
+        budget_bytes = self.capacity_bytes if budget_bytes is None else budget_bytes
         return float(total.time_at_s(budget_bytes - self.fixed_bytes))
 
     @cached_property
@@ -162,7 +185,60 @@ class CandidateChain:
         budget = None if budget_bytes is None else max(0, budget_bytes)
         problem = RunProblem(self._problem_runs, budget, self.fixed_bytes, conversion_s)
         found = solve_runs(problem, node_cap=NODE_CAP)
-        return found if isinstance(found, RunPlan) else None
+        if not isinstance(found, RunPlan):
+            return None
+        return found if problem.budget_bytes is None else self._with_step(found, problem)
+
+    def _with_step(self, found: RunPlan, problem: RunProblem) -> RunPlan:
+        """`found`, or where it needs more than the capacity while the optimizer steps, a plan with
+        its order of layouts that does not, if there is one."""
+        assert problem.budget_bytes is not None
+        if self.step_bytes(found) <= self.capacity_bytes:
+            return found
+        groups, choices = [], []
+        for (run, mode), blocks in itertools.groupby(found.blocks, self._interchangeable):
+            of = self.candidates[self.runs[run][0]]
+            rows = [
+                k for k, c in enumerate(of) if not self._has_modes or c.strategy.tp_mode == mode
+            ]
+            table = problem.runs[run].layer_type
+            groups.append((run, rows, table))
+            choices.append(
+                LayerChoices(
+                    sum(block.count for block in blocks),
+                    table.time_s[rows],
+                    table.memory_bytes[rows],
+                    np.array([_bytes_in_step(of[k], self.runs[run][0]) for k in rows]),
+                )
+            )
+        counts = counts_within(
+            choices,
+            problem.budget_bytes - self.fixed_bytes,
+            self.capacity_bytes - self.fixed_bytes,
+        )
+        if counts is None:
+            return found
+        blocks = tuple(
+            Block(run, rows[k], table.strategies[rows[k]], int(column[k]))
+            for (run, rows, table), column in zip(groups, counts, strict=True)
+            for k in np.flatnonzero(column)
+        )
+        time_s, conversion_s, memory_bytes = price_blocks(problem, blocks)
+        return replace(
+            found,
+            blocks=blocks,
+            time_s=time_s,
+            conversion_s=conversion_s,
+            memory_bytes=memory_bytes,
+        )
+
+    def step_bytes(self, found: RunPlan) -> int:
+        """What a plan needs while the optimizer steps."""
+        total = self.fixed_bytes
+        for block in found.blocks:
+            region, _, _ = self.runs[block.run]
+            total += block.count * _bytes_in_step(self.candidates[region][block.strategy], region)
+        return total
 
     @cached_property
     def _problem_runs(self) -> tuple[Run, ...]:
@@ -210,14 +286,16 @@ class CandidateChain:
             of_mode = [c for c in candidates if c.strategy.tp_mode == mode]
             if not of_mode:
                 continue
-            needs = np.array([self._layer_bytes(c, region) for c in of_mode], dtype=np.int64)
-            vertices = set(lower_hull(_times(of_mode, False), needs).strategies.tolist())
+            vertices: set[int] = set()
+            for layer_bytes in (self._layer_bytes, _bytes_in_step):
+                needs = np.array([layer_bytes(c, region) for c in of_mode], dtype=np.int64)
+                vertices.update(lower_hull(_times(of_mode, False), needs).strategies.tolist())
             found += [x for k, x in enumerate(of_mode) if k in vertices or not x.is_partial]
         return found
 
     def _layer_bytes(self, candidate: StrategyCandidate, region: int) -> int:
         """What a layer adds to the estimate of the peak."""
-        return self._estimate(candidate, region, self._step_binds)
+        return self._estimate(candidate, region, with_stepping=False)
 
     def _estimate(self, candidate: StrategyCandidate, region: int, with_stepping: bool) -> int:
         retained = candidate.retained_bytes + _outputs_bytes(
@@ -251,6 +329,22 @@ def _worst_bytes(candidate: StrategyCandidate, region: int) -> int:
     """What the last layer of all needs in its forward or its backward, which are adjacent."""
     inside = max(candidate.memory.forward_peak_bytes, candidate.memory.backward_peak_bytes)
     return candidate.states_bytes + inside + candidate.gathered_bytes
+
+
+def _mean_with_step(
+    moment: Sequence[tuple[int, bool, int, LayerBytes]], share: int
+) -> list[tuple[int, bool, int, LayerBytes]]:
+    """The mean of a moment and the optimizer's step, which has `share` of SHARES."""
+
+    def mean(of: LayerBytes) -> LayerBytes:
+        def layer_bytes(candidate: StrategyCandidate, region: int) -> int:
+            step = _bytes_in_step(candidate, region)
+            return (share * step + (SHARES - share) * of(candidate, region)) // SHARES
+
+        return layer_bytes
+
+    means = {of: mean(of) for *_, of in moment}
+    return [(region, is_first, n, means[of]) for region, is_first, n, of in moment]
 
 
 def _times(candidates: Sequence[StrategyCandidate], is_first: bool) -> FloatArray:

@@ -40,6 +40,10 @@ class Budgets:
     def are_left(self) -> bool:
         return self.low_bytes < self.high_bytes
 
+    @property
+    def middle(self) -> int:
+        return (self.low_bytes + self.high_bytes + 1) // 2
+
     def clipped(self, budget: int) -> int:
         return max(self.low_bytes, min(self.high_bytes, budget))
 
@@ -54,8 +58,7 @@ class Budgets:
         if self.low_bytes < guess <= self.high_bytes:
             return guess
         self.step_bytes *= 2
-        middle = (self.low_bytes + self.high_bytes + 1) // 2
-        return min(self.low_bytes + self.step_bytes, middle)
+        return min(self.low_bytes + self.step_bytes, self.middle)
 
 
 def made_smaller(

@@ -309,11 +309,8 @@ class MeshPlanner:
             return replace(closed, best_s=fastest.time.step_s, gap_before=unlimited.gap_before)
         least, smallest = self._least_of(chain)
         best = smallest
-        budgets = Budgets(
-            chain.estimate_bytes(least),
-            unlimited.memory_bytes - 1,
-            self.capacity_bytes // BUDGET_STEPS,
-        )
+        near_bytes = self.capacity_bytes // BUDGET_STEPS
+        budgets = Budgets(chain.estimate_bytes(least), unlimited.memory_bytes - 1, near_bytes)
         too_fast_s = fastest.time.step_s
         budget = budgets.clipped(self.capacity_bytes - chain.least_workspace_bytes)
         for _ in range(MAX_ROUNDS if budgets.are_left else 0):
@@ -334,6 +331,8 @@ class MeshPlanner:
             if not budgets.are_left or best.time.step_s <= too_fast_s * (1 + TOLERANCE):
                 break
             guess = self.capacity_bytes - (priced.memory.peak - found.memory_bytes)
+            if priced.memory.peak < chain.step_bytes(found) + near_bytes:
+                guess = budgets.middle  # such a peak says nothing of the backward's
             budget = budgets.next(guess, is_known)
         if best is smallest and best.memory.fits:
             regions = [i.region for i in self.folded.instances]

@@ -3,56 +3,21 @@ are."""
 
 import itertools
 from dataclasses import replace
-from functools import cache
 from types import SimpleNamespace
 
 import pytest
-from support.models.hugging_face import BATCH, families, tiny_model
+from support.models.hugging_face import families
 from support.programs.prices import price_region
+from support.search.mesh_planners import PROBER, graph_of, planner
 
-from meshfold.capture.pipeline import capture
-from meshfold.cost_models.hardware.devices import resolve_cluster
-from meshfold.cost_models.hardware.mesh_placement import build_mesh
-from meshfold.ir.op_graph import FoldedGraph, SourceKind
-from meshfold.ir.options import CompileOptions
-from meshfold.ir.strategy import Degrees, KeptResults
-from meshfold.memory_probe.prober import OpProber
+from meshfold.ir.op_graph import SourceKind
+from meshfold.ir.strategy import KeptResults
 from meshfold.passes.memory.region import MemoryModel
 from meshfold.passes.memory.zero import slot_facts
 from meshfold.passes.one_pass.chain import CandidateChain, _SavedOutputs
 from meshfold.passes.one_pass.priced import order_of
 from meshfold.passes.one_pass.search import MeshPlanner
-from meshfold.passes.one_pass.tree import strategies_on
 from meshfold.passes.price.parameters import stored_bytes
-from meshfold.passes.region.typing import MeshSearch
-
-PROBER = OpProber()
-
-
-@cache
-def graph_of(family: str, layers: int = 2) -> FoldedGraph:
-    model, batch = tiny_model(family, layers=layers)
-    return capture(model, batch).graph
-
-
-@cache
-def search_of(family: str, dp: int, tp: int, layers: int = 2) -> MeshSearch:
-    cluster = resolve_cluster("dgx-v100", 4)
-    return MeshSearch(graph_of(family, layers), cluster, build_mesh(cluster, dp, tp), BATCH)
-
-
-def planner(
-    family: str, dp: int, tp: int, memory_bytes: int | None = None, layers: int = 2
-) -> MeshPlanner:
-    cluster = resolve_cluster("dgx-v100", 4)
-    options = CompileOptions(memory_bytes=memory_bytes)
-    strategies = [
-        candidate
-        for candidate in strategies_on(Degrees(dp=dp, tp=tp))
-        if candidate.offload == "none"
-    ]
-    search = search_of(family, dp, tp, layers)
-    return MeshPlanner(graph_of(family, layers), cluster, search, strategies, options, PROBER)
 
 
 @pytest.mark.parametrize("family", families("gpt2", without=("llama", "bert", "vit")))
