@@ -24,7 +24,7 @@ from meshfold.cost_models.memory.parameter_uses import How, ParameterUse
 from meshfold.cost_models.memory.recomputation import LocalStep
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.conversion_step import Step
-from meshfold.ir.op_graph import ITEM_BYTES, Arg, Hole, OpGraph, Ref, SlotKind
+from meshfold.ir.op_graph import ITEM_BYTES, Arg, Hole, OpGraph, Ref, SlotKind, Value
 from meshfold.ir.spmd import Layout, local_shape
 from meshfold.ir.strategy import SELECTIVE, KeptResults, OpTyping, RegionTyping
 from meshfold.passes.graph.without_dropout import ATTENTION
@@ -61,6 +61,31 @@ def kept_steps(origins: Sequence[Origin], typing: RegionTyping) -> frozenset[int
     if typing.recompute not in SELECTIVE:
         return None
     return frozenset(k for k, origin in enumerate(origins) if is_kept(origin, typing.kept))
+
+
+def parameter_use(
+    tensor: int, value: Value, stored: Layout, used: Layout, costs: CostModel
+) -> ParameterUse:
+    """A parameter that ops read in another layout than it is stored in, or in another dtype.
+    tensor: of the local program that stands for it."""
+    sizes = costs.mesh.sizes
+    here, own = local_bytes(value, stored, sizes), stored_bytes(value, stored, sizes)
+    # What is gathered contains the padding of its shards.
+    pairs = zip(stored, used, sizes, strict=True)
+    shards = math.prod(s.num_shards(n) for s, u, n in pairs if s.is_shard and not u.is_shard)
+    how: How = "gathered" if shards > 1 else "reduced" if used != stored else "cast"
+    before, after, on = stored_use(stored, used, costs)
+    gather, _ = changed_axes(before, after)
+    return ParameterUse(
+        tensor,
+        own,
+        shards * here,
+        shards * own,
+        own,
+        how,
+        copy_bytes=here if value.master and shards == 1 else 0,
+        is_unbucketed=not value.master and is_unbucketed(value, before, gather, on),
+    )
 
 
 class LocalProgramBuilder:
@@ -125,20 +150,12 @@ class LocalProgramBuilder:
             if slot.kind is not SlotKind.PARAMETER:
                 continue
             value = self.graph.values[v]
-            here = local_bytes(value, self.arriving[v], self.mesh.sizes)
-            stored = stored_bytes(value, self.arriving[v], self.mesh.sizes)
             runtime = [(layout, t) for (w, layout), t in self.uses.items() if w == v]
             for layout, t in runtime:
-                # What is gathered contains the padding of its shards.
-                shards = self._num_gathered(self.arriving[v], layout)
-                is_reduced = layout != self.arriving[v]
-                how: How = "gathered" if shards > 1 else "reduced" if is_reduced else "cast"
-                use = ParameterUse(t, stored, shards * here, shards * stored, stored, how)
-                is_copy = bool(value.master) and shards == 1
-                is_unbucketed = not value.master and self._is_unbucketed(v, layout)
-                copied = here if is_copy else 0
-                found.append((v, replace(use, copy_bytes=copied, is_unbucketed=is_unbucketed)))
+                found.append((v, parameter_use(t, value, self.arriving[v], layout, self.costs)))
             if not runtime:
+                here = local_bytes(value, self.arriving[v], self.mesh.sizes)
+                stored = stored_bytes(value, self.arriving[v], self.mesh.sizes)
                 use = ParameterUse(v, stored, here, stored, stored, "direct")
                 found.append((v, replace(use, adds_in_place=self._makes_own_gradient(v))))
         return tuple(found)
@@ -150,16 +167,6 @@ class LocalProgramBuilder:
         return all(
             isinstance(o, int) and self.graph.ops[o].target == LINEAR_CROSS_ENTROPY for o in readers
         )
-
-    def _is_unbucketed(self, v: int, used: Layout) -> bool:
-        stored, used, costs = stored_use(self.arriving[v], used, self.costs)
-        gather, _ = changed_axes(stored, used)
-        return is_unbucketed(self.graph.values[v], stored, gather, costs)
-
-    def _num_gathered(self, stored: Layout, used: Layout) -> int:
-        """The number of shards that are gathered."""
-        pairs = zip(stored, used, self.mesh.sizes, strict=True)
-        return math.prod(s.num_shards(n) for s, u, n in pairs if s.is_shard and not u.is_shard)
 
     # Tensors and steps, in the order in which they are computed.
 

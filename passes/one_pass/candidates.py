@@ -9,6 +9,8 @@ from the region's price and memory by arithmetic:
     states      parameters and optimizer states, and gradients where they outlive the activations
     retained    activations for the backward, values passed to the next instance included
     stepping    what the optimizer makes of these parameters while it steps
+    reducing    buckets of the gradients of shards, and what is scattered from them
+    in_flight   of these, what is still read while the next instance runs
     workspace   besides, while the instance runs: parameters that are gathered, or come from the
                 host, for as long, buckets, temporaries
 
@@ -36,6 +38,7 @@ from meshfold.ir.strategy import (
     UniformStrategy,
 )
 from meshfold.passes.graph.typed import layouts_of_values
+from meshfold.passes.memory.local_program import parameter_use
 from meshfold.passes.memory.typed_region import TypedRegion
 from meshfold.passes.memory.zero import SlotFacts, copied_bytes, host_traffic
 from meshfold.passes.price.parameters import local_bytes, local_update, stored_bytes
@@ -67,6 +70,8 @@ class StrategyCandidate:
     optimizer_bytes: int
     stepping_bytes: int
     gathered_bytes: int
+    reducing_bytes: int
+    in_flight_bytes: int
     workspace_bytes: int
 
     @property
@@ -189,6 +194,8 @@ class _Parameters:
             i: local_bytes(graph.values[i], demands[i][0], sizes) for i in self.shards
         }
         """Local bytes of a parameter as ops read it."""
+        self._reduced = {i: self._reduction(i, demands[i][0]) for i in self.shards}
+        """Bytes of the buckets of its gradient, and of these in flight."""
         unsharded = dict(enumerate(region.typed.typing.slots))
         self._unsharded = self._states(region.slots.first, unsharded)
         self._saved: dict[int, tuple[int, ...]] = {}
@@ -263,8 +270,18 @@ class _Parameters:
             optimizer_bytes=update.state_bytes * is_here,
             stepping_bytes=update.together_bytes * is_here,
             gathered_bytes=sum([self._used_bytes[i] for i in sharded]),
+            reducing_bytes=sum([self._reduced[i][0] for i in sharded]),
+            in_flight_bytes=sum([self._reduced[i][1] for i in sharded]),
             workspace_bytes=self._workspace_bytes(memory, sharded, strategy) + 2 * by_layer,
         )
+
+    def _reduction(self, slot: int, used: Layout) -> tuple[int, int]:
+        value = self.region.typed.graph.values[slot]
+        use = parameter_use(slot, value, self.shards[slot], used, self.costs)
+        if use.how != "gathered" or not value.requires_grad:
+            return 0, 0
+        bucket = 0 if use.is_unbucketed else use.flat_bytes
+        return bucket + use.stored_bytes, use.in_flight_bytes
 
     def _states(self, slots: Collection[int], layouts: Mapping[int, Layout]) -> tuple[int, ...]:
         """Local bytes of those of these parameters whose states are counted here, of those of them

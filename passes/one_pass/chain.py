@@ -16,23 +16,30 @@ Peak memory is a maximum over moments, the chain needs a sum over layers. Two ar
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 
-from meshfold.ir.op_graph import FoldedGraph, SourceKind
+from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.strategy import TP_MODES, TpMode
 from meshfold.passes.one_pass.candidates import StrategyCandidate
 from meshfold.passes.one_pass.mode_changes import ModeChanges
-from meshfold.passes.one_pass.step_limit import LayerChoices, counts_within
+from meshfold.passes.one_pass.moment_limits import LayerChoices, counts_within, least_s
+from meshfold.passes.one_pass.moments import (
+    LayerBytes,
+    Moment,
+    Moments,
+    SavedOutputs,
+    bytes_after_backward,
+    bytes_in_step,
+    outputs_bytes,
+    together,
+)
 from meshfold.passes.run.hull import FloatArray, lower_hull, sum_hulls
 from meshfold.passes.run.problem import Block, LayerType, Run, RunPlan, RunProblem
 from meshfold.passes.run.search import price_blocks, solve_runs
-
-LayerBytes = Callable[[StrategyCandidate, int], int]
-"""Bytes that a layer of a region (its number) needs under a candidate."""
 
 TIE = 1e-6
 """Share of StrategyCandidate.overlapped_s that the exact search adds, so that no layer recomputes
@@ -40,10 +47,6 @@ or offloads without need where communication or compute hides it."""
 
 MOST_LIMITS = 64
 """Workspace limits that are tried for the smallest program."""
-
-SHARES = 8
-"""Weights of the mean of two moments go in steps of one of so many. Chosen: finer ones raise
-bounds by less than a tenth of a percent."""
 
 NODE_CAP = 5_000
 """Exchanges that one exact search looks at before it is content with the bound."""
@@ -66,7 +69,7 @@ class CandidateChain:
     ) -> None:
         self.fixed_bytes = fixed_bytes
         self.changes = changes
-        self.saved_outputs = _SavedOutputs(folded, candidates)
+        self.saved_outputs = SavedOutputs(folded, candidates)
         self.everything = candidates
         self._has_modes = len({c.strategy.tp_mode for of in candidates for c in of}) > 1
         runs = folded.runs
@@ -75,6 +78,7 @@ class CandidateChain:
         rest = [(region, first + 1, count - 1)] if count > 1 else []
         self.runs = [(region, first, 1), *rest, *runs[1:]]
         self.capacity_bytes = capacity_bytes
+        self.moments = Moments(self.runs, self.saved_outputs)
         self.bound_s = self._bound_s()
         """No choice among all candidates that fits is faster. Infinite where nothing fits."""
         self.candidates = [self._worthwhile(r, of) for r, of in enumerate(candidates)]
@@ -116,46 +120,28 @@ class CandidateChain:
         """The workspace of the region that needs most, at its least."""
         return max(min(c.workspace_bytes for c in of) for of in self.candidates)
 
-    def _moments(self) -> list[list[tuple[int, bool, int, LayerBytes]]]:
-        """The runs at each moment as (region, is first, layers, bytes of a layer): the optimizer's
-        step, then the last layer of all and the last one of the longest run at their worst. Layers
-        before that one have their activations, layers after it their gradients."""
-        longest = max(range(len(self.runs)), key=lambda k: self.runs[k][2])
-        moments: list[list[tuple[int, bool, int, LayerBytes]]] = [
-            [(r, k == 0, n, _bytes_in_step) for k, (r, _, n) in enumerate(self.runs)]
-        ]
-        for at, worst in ((len(self.runs) - 1, _worst_bytes), (longest, _bytes_in_backward)):
-            runs: list[tuple[int, bool, int, LayerBytes]] = []
-            for k, (r, _, n) in enumerate(self.runs):
-                if k != at:
-                    runs.append(
-                        (
-                            r,
-                            k == 0,
-                            n,
-                            self._bytes_before_backward if k < at else _bytes_after_backward,
-                        )
-                    )
-                    continue
-                runs += [(r, k == 0, n - 1, self._bytes_before_backward)] if n > 1 else []
-                runs.append((r, k == 0, 1, worst))
-            moments.append(runs)
-        return moments
-
     def _bound_s(self) -> float:
-        step, *others = self._moments()
-        step_s, *others_s = (self._relaxed_s(m) for m in (step, *others))
-        bound_s = max(step_s, *others_s)
-        free_s = self._relaxed_s(step, math.inf)
-        for moment, moment_s in zip(others, others_s, strict=True):
-            if free_s < min(step_s, moment_s) and math.isfinite(bound_s):
-                means = (_mean_with_step(moment, share) for share in range(1, SHARES))
-                bound_s = max(bound_s, *(self._relaxed_s(mean) for mean in means))
+        moments = self.moments.all()
+        alone_s = [self._relaxed_s(moment) for moment in moments]
+        bound_s = max(alone_s)
+        # Above what takes no memory into account, more than one of them decide.
+        free_s = self._relaxed_s(moments[0], math.inf)
+        if math.isfinite(bound_s) and sum(s > free_s for s in alone_s) > 1:
+            bound_s = max(bound_s, self._relaxed_together_s(moments))
         return bound_s
+
+    def _relaxed_together_s(self, moments: Sequence[Moment]) -> float:
+        """The relaxation in which all moments fit."""
+        groups = []
+        for (region, is_first, of), count in together(moments).items():
+            candidates = self.everything[region]
+            needs = [[layer_bytes(c, region) for c in candidates] for layer_bytes in of]
+            groups.append(LayerChoices(count, _times(candidates, is_first), np.array(needs)))
+        return least_s(groups, [self.capacity_bytes - self.fixed_bytes] * len(moments))
 
     def _relaxed_s(
         self,
-        moment: Sequence[tuple[int, bool, int, LayerBytes]],
+        moment: Moment,
         budget_bytes: float | None = None,
     ) -> float:
         """budget_bytes: None for the capacity."""
@@ -179,65 +165,108 @@ class CandidateChain:
         assert found is not None, "what is unlimited holds everything"
         return found
 
-    def solve(self, budget_bytes: int | None) -> RunPlan | None:
-        """The chain under a budget (None: unlimited); None if nothing fits."""
+    def solve(self, budget_bytes: int | None, end_bytes: int | None = None) -> RunPlan | None:
+        """The chain under a budget for the start of the backward; None: unlimited. Otherwise with
+        at most end_bytes at its end and the capacity while the optimizer steps. None if nothing is
+        found that fits."""
         conversion_s = self.changes.table_s if self._has_modes else None
         budget = None if budget_bytes is None else max(0, budget_bytes)
         problem = RunProblem(self._problem_runs, budget, self.fixed_bytes, conversion_s)
         found = solve_runs(problem, node_cap=NODE_CAP)
         if not isinstance(found, RunPlan):
             return None
-        return found if problem.budget_bytes is None else self._with_step(found, problem)
+        if budget is None:
+            return found
+        limits = budget, end_bytes or self.capacity_bytes, self.capacity_bytes
+        needs = found.memory_bytes, self.end_bytes(found), self.step_bytes(found)
+        if all(need <= limit for need, limit in zip(needs, limits, strict=True)):
+            return found
+        return self._within(found, problem, [limit - self.fixed_bytes for limit in limits])
 
-    def _with_step(self, found: RunPlan, problem: RunProblem) -> RunPlan:
-        """`found`, or where it needs more than the capacity while the optimizer steps, a plan with
-        its order of layouts that does not, if there is one."""
-        assert problem.budget_bytes is not None
-        if self.step_bytes(found) <= self.capacity_bytes:
-            return found
-        groups, choices = [], []
-        for (run, mode), blocks in itertools.groupby(found.blocks, self._interchangeable):
-            of = self.candidates[self.runs[run][0]]
-            rows = [
-                k for k, c in enumerate(of) if not self._has_modes or c.strategy.tp_mode == mode
-            ]
-            table = problem.runs[run].layer_type
-            groups.append((run, rows, table))
-            choices.append(
-                LayerChoices(
-                    sum(block.count for block in blocks),
-                    table.time_s[rows],
-                    table.memory_bytes[rows],
-                    np.array([_bytes_in_step(of[k], self.runs[run][0]) for k in rows]),
-                )
-            )
-        counts = counts_within(
-            choices,
-            problem.budget_bytes - self.fixed_bytes,
-            self.capacity_bytes - self.fixed_bytes,
-        )
+    def _within(self, found: RunPlan, problem: RunProblem, limits: Sequence[int]) -> RunPlan | None:
+        """The best plan within all limits that has the order of layouts of `found`; if there is
+        none, of those with one layout."""
+        order = [
+            (*key, sum(block.count for block in blocks))
+            for key, blocks in itertools.groupby(found.blocks, self._interchangeable)
+        ]
+        plan = self._in_order(found, order, problem, limits)
+        if plan is not None or not self._has_modes:
+            return plan
+        modes = {c.strategy.tp_mode for of in self.candidates for c in of}
+        orders = [[(k, mode, n) for k, (_, _, n) in enumerate(self.runs)] for mode in sorted(modes)]
+        plans = [self._in_order(found, order, problem, limits) for order in orders]
+        return min(filter(None, plans), key=lambda plan: plan.time_s, default=None)
+
+    def _in_order(
+        self,
+        found: RunPlan,
+        order: Sequence[tuple[int, TpMode, int]],
+        problem: RunProblem,
+        limits: Sequence[int],
+    ) -> RunPlan | None:
+        """`found` with other candidates; order: runs in parts of one layout, with their layers."""
+        layers: Counter[tuple[int, bool, TpMode]] = Counter()
+        for run, mode, count in order:
+            layers[self.runs[run][0], run == 0, mode] += count
+        rows = {key: self._rows(key[0], key[2]) for key in layers}
+        if not all(rows.values()):
+            return None
+        choices = [
+            self._choices(region, rows[key], is_first, layers[key])
+            for key in layers
+            for region, is_first, _ in (key,)
+        ]
+        counts = counts_within(choices, limits)
         if counts is None:
-            return found
-        blocks = tuple(
-            Block(run, rows[k], table.strategies[rows[k]], int(column[k]))
-            for (run, rows, table), column in zip(groups, counts, strict=True)
-            for k in np.flatnonzero(column)
-        )
+            return None
+        left = dict(zip(layers, counts, strict=True))
+        blocks = []
+        for run, mode, count in order:
+            key = self.runs[run][0], run == 0, mode
+            strategies = problem.runs[run].layer_type.strategies
+            for k in np.flatnonzero(left[key]).tolist():
+                taken = min(count, int(left[key][k]))
+                left[key][k] -= taken
+                count -= taken
+                if taken:
+                    blocks.append(Block(run, rows[key][k], strategies[rows[key][k]], taken))
         time_s, conversion_s, memory_bytes = price_blocks(problem, blocks)
         return replace(
             found,
-            blocks=blocks,
+            blocks=tuple(blocks),
             time_s=time_s,
             conversion_s=conversion_s,
             memory_bytes=memory_bytes,
         )
 
+    def _rows(self, region: int, mode: TpMode) -> list[int]:
+        """Candidates of a region in a layout."""
+        of = enumerate(self.candidates[region])
+        return [k for k, c in of if not self._has_modes or c.strategy.tp_mode == mode]
+
+    def _choices(
+        self, region: int, rows: Sequence[int], is_first: bool, count: int
+    ) -> LayerChoices:
+        of = [self.candidates[region][k] for k in rows]
+        moments = self._layer_bytes, bytes_after_backward, bytes_in_step
+        needs = [[layer_bytes(c, region) for c in of] for layer_bytes in moments]
+        time_s = self._type(region, is_first).time_s[list(rows)]
+        return LayerChoices(count, time_s, np.array(needs, np.int64))
+
+    def end_bytes(self, found: RunPlan) -> int:
+        """What a plan needs when the backward ends, but for what the last layer works with."""
+        return self._bytes_of(found, bytes_after_backward)
+
     def step_bytes(self, found: RunPlan) -> int:
         """What a plan needs while the optimizer steps."""
+        return self._bytes_of(found, bytes_in_step)
+
+    def _bytes_of(self, found: RunPlan, layer_bytes: LayerBytes) -> int:
         total = self.fixed_bytes
         for block in found.blocks:
             region, _, _ = self.runs[block.run]
-            total += block.count * _bytes_in_step(self.candidates[region][block.strategy], region)
+            total += block.count * layer_bytes(self.candidates[region][block.strategy], region)
         return total
 
     @cached_property
@@ -287,7 +316,7 @@ class CandidateChain:
             if not of_mode:
                 continue
             vertices: set[int] = set()
-            for layer_bytes in (self._layer_bytes, _bytes_in_step):
+            for layer_bytes in (self._layer_bytes, bytes_in_step):
                 needs = np.array([layer_bytes(c, region) for c in of_mode], dtype=np.int64)
                 vertices.update(lower_hull(_times(of_mode, False), needs).strategies.tolist())
             found += [x for k, x in enumerate(of_mode) if k in vertices or not x.is_partial]
@@ -295,88 +324,17 @@ class CandidateChain:
 
     def _layer_bytes(self, candidate: StrategyCandidate, region: int) -> int:
         """What a layer adds to the estimate of the peak."""
-        return self._estimate(candidate, region, with_stepping=False)
+        return candidate.states_bytes + self._retained_bytes(candidate, region)
 
     def _estimate(self, candidate: StrategyCandidate, region: int, with_stepping: bool) -> int:
-        retained = candidate.retained_bytes + _outputs_bytes(
-            candidate, self.saved_outputs.ever[region]
-        )
         stepping = candidate.stepping_bytes if with_stepping else 0
+        retained = self._retained_bytes(candidate, region)
         return candidate.states_bytes + max(retained, candidate.gradient_bytes + stepping)
 
-    def _bytes_before_backward(self, candidate: StrategyCandidate, region: int) -> int:
-        """What a layer needs in any program when the backward starts."""
-        outputs = _outputs_bytes(candidate, self.saved_outputs.always[region])
-        return candidate.states_bytes + candidate.retained_bytes + outputs
-
-
-def _bytes_after_backward(candidate: StrategyCandidate, region: int) -> int:
-    """What a layer needs when its backward is done."""
-    return candidate.states_bytes + candidate.gradient_bytes
-
-
-def _bytes_in_step(candidate: StrategyCandidate, region: int) -> int:
-    """What a layer needs while the optimizer steps."""
-    return candidate.states_bytes + candidate.gradient_bytes + candidate.stepping_bytes
-
-
-def _bytes_in_backward(candidate: StrategyCandidate, region: int) -> int:
-    """What a layer needs in its own backward, its gathered parameters included."""
-    return candidate.states_bytes + candidate.memory.backward_peak_bytes + candidate.gathered_bytes
-
-
-def _worst_bytes(candidate: StrategyCandidate, region: int) -> int:
-    """What the last layer of all needs in its forward or its backward, which are adjacent."""
-    inside = max(candidate.memory.forward_peak_bytes, candidate.memory.backward_peak_bytes)
-    return candidate.states_bytes + inside + candidate.gathered_bytes
-
-
-def _mean_with_step(
-    moment: Sequence[tuple[int, bool, int, LayerBytes]], share: int
-) -> list[tuple[int, bool, int, LayerBytes]]:
-    """The mean of a moment and the optimizer's step, which has `share` of SHARES."""
-
-    def mean(of: LayerBytes) -> LayerBytes:
-        def layer_bytes(candidate: StrategyCandidate, region: int) -> int:
-            step = _bytes_in_step(candidate, region)
-            return (share * step + (SHARES - share) * of(candidate, region)) // SHARES
-
-        return layer_bytes
-
-    means = {of: mean(of) for *_, of in moment}
-    return [(region, is_first, n, means[of]) for region, is_first, n, of in moment]
+    def _retained_bytes(self, candidate: StrategyCandidate, region: int) -> int:
+        outputs = outputs_bytes(candidate, self.saved_outputs.ever[region])
+        return candidate.retained_bytes + outputs
 
 
 def _times(candidates: Sequence[StrategyCandidate], is_first: bool) -> FloatArray:
     return np.array([c.time_s + (c.ends_s if is_first else 0.0) for c in candidates])
-
-
-class _SavedOutputs:
-    """The outputs of each region that a consumer saves for its backward: under some of its
-    candidates (ever); under all of them, and of every instance (always). The
-    maker's candidate says how large they are."""
-
-    def __init__(
-        self, folded: FoldedGraph, candidates: Sequence[Sequence[StrategyCandidate]]
-    ) -> None:
-        readers: dict[tuple[int, int], set[tuple[int, int]]] = {}
-        read: dict[tuple[int, int], set[int]] = {}
-        num_instances = Counter(instance.region for instance in folded.instances)
-        for instance in folded.instances:
-            for slot, source in enumerate(instance.sources):
-                if source.kind is SourceKind.VALUE:
-                    maker = folded.instances[source.instance].region
-                    readers.setdefault((maker, source.output), set()).add((instance.region, slot))
-                    read.setdefault((maker, source.output), set()).add(source.instance)
-        self.ever: list[list[int]] = [[] for _ in folded.regions]
-        self.always: list[list[int]] = [[] for _ in folded.regions]
-        for (maker, output), slots in readers.items():
-            keeps = [slot in c.memory.saved_slots for r, slot in slots for c in candidates[r]]
-            if any(keeps):
-                self.ever[maker].append(output)
-            if all(keeps) and len(read[maker, output]) == num_instances[maker]:
-                self.always[maker].append(output)
-
-
-def _outputs_bytes(candidate: StrategyCandidate, outputs: Sequence[int]) -> int:
-    return sum(candidate.memory.output_bytes[output] for output in outputs)

@@ -313,9 +313,15 @@ class MeshPlanner:
         budgets = Budgets(chain.estimate_bytes(least), unlimited.memory_bytes - 1, near_bytes)
         too_fast_s = fastest.time.step_s
         budget = budgets.clipped(self.capacity_bytes - chain.least_workspace_bytes)
+        end_bytes = self.capacity_bytes
         for _ in range(MAX_ROUNDS if budgets.are_left else 0):
-            found = chain.solve(budget)
-            assert found is not None, "what is smallest fits"
+            found = chain.solve(budget, end_bytes)
+            if found is None:
+                budgets.low_bytes = budget
+                if not budgets.are_left:
+                    break
+                budget = budgets.middle
+                continue
             closed = replace(
                 closed,
                 gap_before=max(closed.gap_before, found.gap_before),
@@ -323,16 +329,21 @@ class MeshPlanner:
             )
             priced = self.price(chain.assignment(found))
             is_known = priced is best
+            at_end = priced.memory.gradients > priced.memory.activations
             if priced.memory.fits:
                 budgets.low_bytes, best = budget, min(best, priced, key=order_of)
+            elif at_end and chain.end_bytes(found) <= end_bytes:
+                working_bytes = priced.memory.peak - chain.end_bytes(found)
+                end_bytes = min(chain.end_bytes(found) - 1, self.capacity_bytes - working_bytes)
+                continue
             else:
                 budgets.lower_high(found.memory_bytes - 1)
                 too_fast_s = max(too_fast_s, priced.time.step_s)
             if not budgets.are_left or best.time.step_s <= too_fast_s * (1 + TOLERANCE):
                 break
             guess = self.capacity_bytes - (priced.memory.peak - found.memory_bytes)
-            if priced.memory.peak < chain.step_bytes(found) + near_bytes:
-                guess = budgets.middle  # such a peak says nothing of the backward's
+            if at_end:
+                guess = budgets.middle  # such a peak says nothing of the start
             budget = budgets.next(guess, is_known)
         if best is smallest and best.memory.fits:
             regions = [i.region for i in self.folded.instances]

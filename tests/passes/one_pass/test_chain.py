@@ -73,10 +73,10 @@ def faster_mixtures(of: MeshPlanner, best: Priced, ratio: float) -> list[Priced]
     return found
 
 
-@pytest.mark.parametrize("share", [0.9, 0.97, 1.03])
+@pytest.mark.parametrize("share", [0.85, 0.9, 0.97, 1.03])
 def test_no_mixture_of_two_that_fits_is_faster(share: float) -> None:
     """Budgets around what the leanest program needs on the device, with recomputation and the host
-    to choose from."""
+    to choose from; the bound knows both moments, too."""
     reserve = planner().reserve_bytes
     budget = reserve + round(share * (planner(offloads=False).smallest.memory.peak - reserve))
     of = planner(budget)
@@ -87,3 +87,4 @@ def test_no_mixture_of_two_that_fits_is_faster(share: float) -> None:
     assert all(p.memory.peak > budget for p in faster)
     fitting = [p for p in of._priced.values() if p.memory.fits]
     assert plan.lower_bound_s <= min(p.time.step_s for p in fitting) * (1 + 1e-9)
+    assert plan.best.time.step_s <= 1.1 * plan.lower_bound_s

@@ -14,7 +14,8 @@ from meshfold.ir.op_graph import SourceKind
 from meshfold.ir.strategy import KeptResults
 from meshfold.passes.memory.region import MemoryModel
 from meshfold.passes.memory.zero import slot_facts
-from meshfold.passes.one_pass.chain import CandidateChain, _SavedOutputs
+from meshfold.passes.one_pass.chain import CandidateChain
+from meshfold.passes.one_pass.moments import SavedOutputs
 from meshfold.passes.one_pass.priced import order_of
 from meshfold.passes.one_pass.search import MeshPlanner
 from meshfold.passes.price.parameters import stored_bytes
@@ -105,9 +106,8 @@ def test_states_and_bound_of_memory_are_those_of_the_program(family: str) -> Non
             memory = of.price([candidates[i.region] for i in of.folded.instances]).memory
             instances = of.folded.instances
             states = sum(candidates[i.region].states_bytes for i in instances)
-            held = sum(
-                chain._bytes_before_backward(candidates[i.region], i.region) for i in instances
-            )
+            before = chain.moments._bytes_before_backward
+            held = sum(before(candidates[i.region], i.region) for i in instances)
             assert (
                 states + of.fixed_bytes - memory.reserve >= memory.optimizer + memory.parameters - 1
             )
@@ -190,7 +190,7 @@ def test_what_nobody_reads_is_not_saved_in_any_program() -> None:
         for source in instance.sources
         if source.kind is SourceKind.VALUE
     }
-    found = _SavedOutputs(unread, candidates)  # type: ignore[arg-type]
+    found = SavedOutputs(unread, candidates)  # type: ignore[arg-type]
     assert any(found.ever) and found.ever != found.always
     for region, outputs in enumerate(found.always):
         makers = [k for k, i in enumerate(unread.instances) if i.region == region]
