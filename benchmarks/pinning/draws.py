@@ -18,9 +18,16 @@ SHARES_KEPT = (1.0, 1.0, 0.6, 0.3)
 
 
 def drawn_pins(
-    seed: int, num_devices: int, batch: int, *, is_moe: bool, mode: Mode
+    seed: int,
+    num_devices: int,
+    batch: int,
+    *,
+    is_moe: bool,
+    mode: Mode,
+    is_tight: bool = False,
 ) -> dict[str, PinValue]:
-    """Pins that may be refused: nothing is asked about the model."""
+    """Pins that may be refused: nothing is asked about the model. is_tight: whether memory is, so
+    that what leaves the device is drawn, too."""
     draw = random.Random(seed)
     point = _degrees(draw, num_devices, is_moe)
     num_batch_ranks = int(point["dp"]) * int(point["ep"])
@@ -35,6 +42,9 @@ def drawn_pins(
         point["schedule"] = draw.choice(SCHEDULES)
         if str(point["schedule"]).startswith("interleaved"):
             point["virtual_stages"] = draw.choice([2, 3, 4])
+    if is_tight:
+        point["recompute"] = draw.choice(["none", "light", "selective", "heavy", "full"])
+        point["offload"] = draw.choice(["none", "activations", "optimizer", "parameters"])
     share = draw.choice(SHARES_KEPT)
     pins = {name: value for name, value in point.items() if draw.random() <= share}
     return pins | _refinements(draw, mode)

@@ -145,7 +145,8 @@ def _drawn(
 ) -> Iterator[tuple[int, dict[str, PinValue]]]:
     """A random set of pins, and a neighbour of the plan that is chosen; with their numbers."""
     sizes = setup.num_devices, setup.batch
-    yield number, drawn_pins(number, *sizes, is_moe=setup.is_moe, mode=setup.mode)
+    kinds = {"is_moe": setup.is_moe, "is_tight": setup.memory_bytes is not None}
+    yield number, drawn_pins(number, *sizes, mode=setup.mode, **kinds)
     if chosen:
         pins = neighbour_pins(number, chosen, batch=setup.batch, is_moe=setup.is_moe)
         yield NEIGHBOURS + number, pins

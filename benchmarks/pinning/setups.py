@@ -12,6 +12,7 @@ from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.options import CompileOptions, Mode
 from meshfold.models.config_file import Configuration
 from meshfold.models.from_argument import build_model
+from meshfold.units import bytes_text
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 
@@ -26,10 +27,14 @@ class PinSetup:
     batch: int
     sequence: int
     mode: Mode = "eager"
+    memory_bytes: int | None = None
+    """Of a device; None: what it has."""
 
     @property
     def name(self) -> str:
-        return f"{self.model} on {self.cluster}" + ", scheduled" * (self.mode != "eager")
+        scheduled = ", scheduled" * (self.mode != "eager")
+        limit = f", {bytes_text(self.memory_bytes)}" if self.memory_bytes else ""
+        return f"{self.model} on {self.cluster}{limit}{scheduled}"
 
     @property
     def is_moe(self) -> bool:
@@ -42,7 +47,7 @@ class PinSetup:
     def captured(self) -> tuple[FoldedGraph, ClusterSpec, CompileOptions]:
         """The folded graph, the cluster, and the options without pins."""
         cluster = preset(self.cluster)
-        options = CompileOptions(mode=self.mode)
+        options = CompileOptions(mode=self.mode, memory_bytes=self.memory_bytes)
         precision = options.precision_on(cluster)
         graph = _graph(self.model, self.batch, self.sequence, precision)
         return graph, cluster, replace(options, precision=precision)
@@ -69,5 +74,14 @@ _EAGER = tuple(
     )
     for cluster in clusters
 )
-SETUPS = (*_EAGER, *(replace(s, mode="scheduled") for s in _EAGER if s.cluster.endswith("x2")))
-"""Twelve, and four of them in mode scheduled."""
+_TIGHT = tuple(
+    PinSetup("llama-3-8b", "dgx-h100x1", batch, 2048, memory_bytes=gigabytes * 10**9)
+    for batch, gigabytes in ((8, 24), (8, 18), (64, 26), (64, 16))
+)
+SETUPS = (
+    *_EAGER,
+    *(replace(s, mode="scheduled") for s in _EAGER if s.cluster.endswith("x2")),
+    *_TIGHT,
+)
+"""Twelve, four of them in mode scheduled, and four with so little memory that what is kept decides.
+"""

@@ -55,6 +55,10 @@ BUDGET_STEPS = 1024
 """Budgets are raised by twice this share of a device's memory at first. Chosen:
 layers hold more."""
 
+FAR = 0.03
+"""How far above its bound a program may be before the smallest is changed towards it, too. The
+estimate does not know what layers work with, which the ends of a model may have most of. Chosen."""
+
 MAX_ROUNDS = 10
 """Solutions tried for the largest estimate whose program fits; three or four are usual."""
 
@@ -345,10 +349,12 @@ class MeshPlanner:
             if at_end:
                 guess = budgets.middle  # such a peak says nothing of the start
             budget = budgets.next(guess, is_known)
-        if best is smallest and best.memory.fits:
+        is_far = best.time.step_s > (1 + FAR) * (bound_s + self.costs.launch_s)
+        if smallest.memory.fits and (best is smallest or is_far):
             regions = [i.region for i in self.folded.instances]
             assignment = [least[r] for r in regions]
-            best = made_faster(chain.candidates, regions, best, assignment, self.price)
+            faster = made_faster(chain.candidates, regions, smallest, assignment, self.price)
+            best = min(best, faster, key=order_of)
         return replace(closed, best_s=best.time.step_s if best.memory.fits else math.inf)
 
     def _least_of(self, chain: CandidateChain) -> tuple[list[StrategyCandidate], Priced]:

@@ -64,6 +64,9 @@ class PlanRequest:
     explains: bool = True
     """Whether an error that nothing fits says what comes nearest, which takes time to find."""
 
+    beat_s: float = math.inf
+    """Step time of a plan that is there already: of slower ones none needs to be found."""
+
     wants_rivals: bool = False
     """Whether plans are asked for that may win once they are emitted (one_pass/rivals.py)."""
 

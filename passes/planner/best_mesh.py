@@ -194,11 +194,12 @@ class MeshRace:
 
         meshes = [candidate(*item) for item in by_mesh.items()]
         prunes = BOUND not in self.options.without_rules
+        beat_s = min(state.best_s, self.request.beat_s)
         for mesh in meshes:
             # In their own order: what the first finds on its dp axis serves the others, too.
-            if not prunes or mesh.bound_s < state.best_s:
+            if not prunes or mesh.bound_s < beat_s:
                 mesh.search()
-        found = best_first(meshes, beat_s=state.best_s, prunes=prunes)
+        found = best_first(meshes, beat_s=beat_s, prunes=prunes)
         for mesh in found.left:
             if mesh.planner is None and math.isfinite(mesh.bound_s):
                 self._tell(mesh, state, num_meshes)

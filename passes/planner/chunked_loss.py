@@ -18,6 +18,7 @@ from meshfold.passes.planner.offload import (
     NEEDS_DISK,
     NEEDS_OFFLOAD,
     must_offload,
+    offloaded_if_faster,
     with_disk,
     with_offload,
 )
@@ -36,7 +37,8 @@ def _fitting(asked: PlanRequest, plans_of: PlansOf) -> tuple[Plan, ...]:
     """The same for the optimizer that is asked for."""
     request = operator_slices.as_pinned(as_pinned(asked))
     try:
-        return tuple(named_for(plan, asked, request) for plan in plans_of(request))
+        plans = offloaded_if_faster(request, plans_of(request), plans_of)
+        return tuple(named_for(plan, asked, request) for plan in plans)
     except InfeasibleError:
         for wider, notes in wider_requests(request):
             try:

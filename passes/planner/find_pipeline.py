@@ -64,7 +64,7 @@ def plan_with_pipelines(request: PlanRequest, in_one_pass: Sequence[Plan]) -> tu
             raise
         note = f"no pipeline: {error}"
         return tuple(replace(plan, notes=(*plan.notes, note)) for plan in in_one_pass)
-    known = np.inf, np.inf
+    known = request.beat_s, request.beat_s
     if without is not None:
         # A pipeline is held against the simulated step: what adds up to no more than that counts.
         known = max(without.step_s, without.time.step_s), without.search.lower_bound_s
@@ -329,7 +329,7 @@ def _stats(
         lower_bound_s=lower_bound_s,
         least_s=min([earlier.least_s, *(x.step_s for x in covered)]),
         gap_before=best.plan.gap_before if best else earlier.gap_before,
-        unlimited_s=best.step_s if best else earlier.unlimited_s,
+        unlimited_s=min(earlier.unlimited_s, best.step_s) if best else earlier.unlimited_s,
         capped=earlier.capped or bool(best and best.plan.capped),
         meshes=(*meshes, *_outcomes(outcome, without)),
     )

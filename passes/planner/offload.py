@@ -1,12 +1,14 @@
 """When optimizer states and activations go to the host's memory, and what a plan says of them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from meshfold.cost_models.op_costs.optimizers import has_states, least_share
+from meshfold.errors import InfeasibleError, OptionError
 from meshfold.ir.cluster import ClusterSpec
 from meshfold.ir.op_graph import ITEM_BYTES
+from meshfold.ir.plan import Plan
 from meshfold.ir.stage_pins import is_pipeline_pinned
 from meshfold.ir.strategy import UPDATED_BY_HOST, Offload
 from meshfold.passes.memory.host_use import HostUse
@@ -17,6 +19,24 @@ from meshfold.passes.planner.host_note import check_host_memory, stored_notes
 from meshfold.units import bytes_text
 
 NEEDS_OFFLOAD = "nothing fits with all of it on the devices: offload was searched, too"
+
+PAYS_OFFLOAD = "the memory of the devices slows down what stays on them: offload was searched, too"
+
+NEARLY_FULL = 0.8
+"""Share of the memory from which on it decides what a plan is. Chosen: layers, buckets and stages
+hold a tenth and more."""
+
+WORTH_A_SEARCH = 0.15
+"""What the memory limit has to cost, relative to a step without, for offload to be searched beside
+a plan that fits. Chosen: of twelve models in little memory offload gained nothing below."""
+
+MUCH_OF_STATES = 0.1
+"""Share of a device's memory that its part of parameters, gradients and states has to fill for the
+same, where that cost is not known. Chosen: less makes no room to speak of."""
+
+LEAST_GAIN = 0.05
+"""By how much a plan with offload has to be faster, since it leans on what hosts are asked of.
+Chosen."""
 
 NEEDS_DISK = "the host's memory has no room for optimizer states: they were searched on its disk"
 
@@ -41,14 +61,46 @@ def must_offload(request: PlanRequest) -> bool:
     options = request.options
     if options.allow_offload or options.pins.get("offload", "none") != "none":
         return False
-    factor = 2 + least_share(options.optimizer)
-    sharded = sum(
+    capacity_bytes = options.memory_bytes or request.cluster.budget_bytes
+    return request.cluster.reserve_bytes + _sharded_bytes(request) > capacity_bytes
+
+
+def _sharded_bytes(request: PlanRequest) -> float:
+    """Of parameters, their gradients and optimizer states, of one device if all had as much."""
+    factor = 2 + least_share(request.options.optimizer)
+    total = sum(
         math.prod(p.shape) * ITEM_BYTES[p.dtype] * (factor if p.requires_grad and p.used else 1)
         for p in request.folded.parameters
     )
-    cluster = request.cluster
-    capacity_bytes = options.memory_bytes or cluster.budget_bytes
-    return cluster.reserve_bytes + sharded / cluster.num_devices > capacity_bytes
+    return total / request.cluster.num_devices
+
+
+def offloaded_if_faster(
+    request: PlanRequest,
+    plans: tuple[Plan, ...],
+    plans_of: Callable[[PlanRequest], tuple[Plan, ...]],
+) -> tuple[Plan, ...]:
+    """`plans`, which fit without offload, or faster ones with it. That is searched where the first
+    of them fills the memory and is slow for it."""
+    first, offloaded = plans[0], with_offload(request)
+    if offloaded is None or not _may_pay(first, request):
+        return plans
+    known_s = max(first.step_s, first.time.step_s)
+    try:
+        others = plans_of(replace(offloaded, explains=False, beat_s=known_s))
+    except (OptionError, InfeasibleError):
+        return plans
+    if others[0].step_s > (1 - LEAST_GAIN) * first.step_s:
+        return plans
+    return tuple(replace(plan, notes=(*plan.notes, PAYS_OFFLOAD)) for plan in others)
+
+
+def _may_pay(plan: Plan, request: PlanRequest) -> bool:
+    if plan.memory.peak < NEARLY_FULL * plan.memory.capacity:
+        return False
+    if plan.search.unlimited_s:
+        return plan.memory_costs > WORTH_A_SEARCH
+    return _sharded_bytes(request) > MUCH_OF_STATES * plan.memory.capacity
 
 
 def within(request: PlanRequest, num_bytes: int) -> PlanRequest:
