@@ -30,7 +30,7 @@ prices of the relaxation."""
 MOST_EXCHANGES = 20
 """How often layers change. Three times are usual."""
 
-LEAST_GAIN = 1e-6
+LEAST_GAIN = 1e-9
 """Share of the time that a change must gain."""
 
 WHOLE = 1e-6

@@ -67,10 +67,21 @@ def test_what_was_planned_is_not_planned_again(tmp_path: Path) -> None:
 
 
 def test_setups_are_twelve_and_some_scheduled() -> None:
-    eager = [s for s in SETUPS if s.mode == "eager"]
+    eager = [s for s in SETUPS if s.mode == "eager" and s.memory_bytes is None]
     assert len({s.model for s in eager}) == 6
     assert len(eager) == 12
-    assert len(SETUPS) > 12
+    assert any(s.mode == "scheduled" for s in SETUPS)
+
+
+def test_in_little_memory_what_leaves_the_device_is_drawn() -> None:
+    tight = [s for s in SETUPS if s.memory_bytes is not None]
+    assert len({s.name for s in SETUPS}) == len(SETUPS) and len(tight) == 4
+    draws = [
+        drawn_pins(seed, 8, 64, is_moe=False, mode="eager", is_tight=True) for seed in range(60)
+    ]
+    for name in ("offload", "recompute"):
+        assert len({pins[name] for pins in draws if name in pins}) > 3
+    assert all("offload" not in drawn_pins(k, 8, 64, is_moe=False, mode="eager") for k in range(60))
 
 
 def test_a_tiny_setup_is_raced() -> None:

@@ -271,7 +271,7 @@ def test_what_is_resident_bounds_the_program(family: str) -> None:
                 continue
             priced = of.price([candidates[i.region] for i in of.folded.instances])
             held = sum(
-                chain._bytes_before_backward(candidates[i.region], i.region)
+                chain.moments._bytes_before_backward(candidates[i.region], i.region)
                 for i in of.folded.instances
             )
             assert held + of.fixed_bytes <= priced.memory.peak

@@ -25,6 +25,7 @@ from meshfold.passes.one_pass.tree import (
 from meshfold.passes.planner.best_mesh import BOUND, UNSHARDED
 from meshfold.passes.planner.check import price_plan
 from meshfold.passes.planner.find import find_plan_for
+from meshfold.passes.planner.offload import PAYS_OFFLOAD
 from meshfold.plan_file.io import plan_from_json, plan_to_json
 
 PROBER = OpProber()
@@ -339,15 +340,19 @@ def tight_bytes() -> int:
 
 
 def test_offload_competes_where_it_is_allowed():
-    here = on_v100("deep gpt2", memory_bytes=tight_bytes())
+    here = on_v100("deep gpt2", memory_bytes=tight_bytes(), pins={"offload": "none"})
     asked = on_v100("deep gpt2", memory_bytes=tight_bytes(), allow_offload=True)
     # Of five ways to recompute and five to offload.
-    assert here.search.pruned[UNASKED_OFFLOAD] == 20
+    assert on_v100("deep gpt2").search.pruned[UNASKED_OFFLOAD] == 20
     assert {region.strategy.offload for region in asked.regions} > {"none"}
     # More leaves to choose from: faster here, where they are what memory asks for.
     assert asked.time.step_s < here.time.step_s
     assert asked.memory.peak <= tight_bytes()
     assert asked.search.left_out[SAVED_ONCE] == 3
+    # What fits without is slow for lack of memory.
+    unasked = on_v100("deep gpt2", memory_bytes=tight_bytes())
+    assert PAYS_OFFLOAD in unasked.notes and PAYS_OFFLOAD not in here.notes
+    assert unasked.step_s <= asked.step_s * (1 + 1e-9) < here.step_s
 
 
 def test_a_plan_with_activations_on_the_host_keeps_its_figures_and_is_emitted():

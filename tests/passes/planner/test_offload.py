@@ -12,10 +12,17 @@ from meshfold.codegen.emit.pipeline import emit_plan
 from meshfold.errors import InfeasibleError, OptionError, PlanMismatchError
 from meshfold.ir.cluster import ClusterSpec
 from meshfold.ir.options import CompileOptions
-from meshfold.ir.plan import Plan
+from meshfold.ir.plan import Plan, TimeEstimate
 from meshfold.passes.planner.assembly import PlanRequest
 from meshfold.passes.planner.check import price_plan
-from meshfold.passes.planner.offload import NEEDS_DISK, NEEDS_OFFLOAD, must_offload
+from meshfold.passes.planner.offload import (
+    LEAST_GAIN,
+    NEEDS_DISK,
+    NEEDS_OFFLOAD,
+    PAYS_OFFLOAD,
+    must_offload,
+    offloaded_if_faster,
+)
 from meshfold.plan_file.io import plan_from_json, plan_to_json
 
 
@@ -52,6 +59,59 @@ def test_what_does_not_fit_is_made_to_fit_and_says_so() -> None:
     num_bytes = 4 * sum(8 * a * b for a, b in ((64, 128), (128, 64), (1, 128), (1, 64))) * 4
     (note,) = (note for note in least.notes if "host's memory" in note)
     assert "of 5 of 5 layers" in note and f"{num_bytes / 1e6:.3g} MB" in note
+
+
+def slow_plan(costs: float, fills: float) -> Plan:
+    """A plan for which the memory limit costs so much; fills: its share of the memory."""
+    found = plan()
+    memory = replace(found.memory, capacity=round(found.memory.peak / fills))
+    stats = replace(found.search, unlimited_s=found.time.step_s / (1 + costs), least_s=0.0)
+    return replace(found, memory=memory, search=stats)
+
+
+def taking(found: Plan, step_s: float) -> Plan:
+    """`found` as if it took so long."""
+    time = TimeEstimate(step_s, 0.0, 0.0, 0.0, {})
+    return replace(found, time=time, simulated=None)
+
+
+@pytest.mark.parametrize(
+    ("costs", "fills", "options", "is_searched"),
+    [
+        (0.5, 0.99, {}, True),
+        (0.1, 0.99, {}, False),
+        (0.5, 0.7, {}, False),
+        (0.5, 0.99, {"pins": {"offload": "none"}}, False),
+        (0.5, 0.99, {"allow_offload": True}, False),
+    ],
+)
+def test_offload_is_searched_where_memory_makes_a_plan_slow(
+    costs: float, fills: float, options: dict[str, Any], is_searched: bool
+) -> None:
+    first, asked = slow_plan(costs, fills), []
+
+    def plans_of(request: PlanRequest) -> tuple[Plan, ...]:
+        asked.append(request)
+        return (taking(first, first.step_s / 2),)
+
+    of = request(cluster_with_hosts(1), **options)
+    found = offloaded_if_faster(of, (first,), plans_of)
+    assert bool(asked) == is_searched == (PAYS_OFFLOAD in found[0].notes)
+    for wider in asked:
+        assert wider.options.allow_offload and not wider.explains
+        assert wider.beat_s == max(first.step_s, first.time.step_s)
+    assert found if is_searched else found == (first,)
+
+
+def test_offload_that_gains_little_or_finds_nothing_leaves_the_plan() -> None:
+    first, of = slow_plan(0.5, 0.99), request(cluster_with_hosts(1))
+    hardly = taking(first, first.step_s * (1 - LEAST_GAIN / 2))
+    assert offloaded_if_faster(of, (first,), lambda _: (hardly,)) == (first,)
+
+    def nothing(_: PlanRequest) -> tuple[Plan, ...]:
+        raise InfeasibleError("nothing", binding_constraint="memory")
+
+    assert offloaded_if_faster(of, (first,), nothing) == (first,)
 
 
 def test_where_states_leave_no_room_nothing_else_is_tried() -> None:
