@@ -15,6 +15,10 @@ Price = Callable[[Sequence[StrategyCandidate]], Priced]
 """Exact costs of the program with a candidate for every region, or for every instance."""
 
 
+BUDGET_STEPS = 1024
+"""Budgets are raised by twice this share of a device's memory at first. Chosen:
+layers hold more."""
+
 MAX_PRICED_CHANGES = 256
 """Programs priced to make one faster. Chosen: a model whose layers all differ has thousands to
 try."""
@@ -40,9 +44,13 @@ class Budgets:
     def are_left(self) -> bool:
         return self.low_bytes < self.high_bytes
 
+    def above(self, low_bytes: int) -> int:
+        """Half way from what is too little to what is too much."""
+        return (low_bytes + self.high_bytes + 1) // 2
+
     @property
     def middle(self) -> int:
-        return (self.low_bytes + self.high_bytes + 1) // 2
+        return self.above(self.low_bytes)
 
     def clipped(self, budget: int) -> int:
         return max(self.low_bytes, min(self.high_bytes, budget))

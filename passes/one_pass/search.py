@@ -38,7 +38,7 @@ from meshfold.passes.one_pass.candidates import (
 from meshfold.passes.one_pass.chain import CandidateChain
 from meshfold.passes.one_pass.mode_changes import ModeChanges, mode_changes
 from meshfold.passes.one_pass.priced import ClosedChain, MeshPlan, Priced, order_of
-from meshfold.passes.one_pass.repair import Budgets, made_faster, made_smaller
+from meshfold.passes.one_pass.repair import BUDGET_STEPS, Budgets, made_faster, made_smaller
 from meshfold.passes.price.step import estimate_step
 from meshfold.passes.region.pins import UnkeptPinError
 from meshfold.passes.region.typing import MeshSearch, ProgramTyping
@@ -50,10 +50,6 @@ candidate. Chosen, not measured: further away, single changes are not enough."""
 TOLERANCE = 2e-4
 """Relative difference of step time between a program that fits and a faster one that does not, at
 which the search for a better one stops. Chosen: far below what the cost model resolves."""
-
-BUDGET_STEPS = 1024
-"""Budgets are raised by twice this share of a device's memory at first. Chosen:
-layers hold more."""
 
 FAR = 0.03
 """How far above its bound a program may be before the smallest is changed towards it, too. The
@@ -100,8 +96,8 @@ class MeshPlanner:
 
     @property
     def sharded_fraction(self) -> float:
-        """How much of the shardable weights the tp axis shards, in the best of its modes."""
-        return max(program.sharded_fraction for program in self.programs.values())
+        """How much of the shardable weights tp shards, in the best of its modes."""
+        return max(x.sharded_fraction for x in self.programs.values())
 
     @property
     def has_candidates(self) -> bool:
@@ -321,10 +317,9 @@ class MeshPlanner:
         for _ in range(MAX_ROUNDS if budgets.are_left else 0):
             found = chain.solve(budget, end_bytes)
             if found is None:
-                budgets.low_bytes = budget
+                budgets.low_bytes, budget = budget, budgets.above(budget)
                 if not budgets.are_left:
                     break
-                budget = budgets.middle
                 continue
             closed = replace(
                 closed,
@@ -345,17 +340,21 @@ class MeshPlanner:
                 too_fast_s = max(too_fast_s, priced.time.step_s)
             if not budgets.are_left or best.time.step_s <= too_fast_s * (1 + TOLERANCE):
                 break
+            # A peak at the end says nothing of the start.
             guess = self.capacity_bytes - (priced.memory.peak - found.memory_bytes)
-            if at_end:
-                guess = budgets.middle  # such a peak says nothing of the start
-            budget = budgets.next(guess, is_known)
+            budget = budgets.next(budgets.middle if at_end else guess, is_known)
         is_far = best.time.step_s > (1 + FAR) * (bound_s + self.costs.launch_s)
         if smallest.memory.fits and (best is smallest or is_far):
-            regions = [i.region for i in self.folded.instances]
-            assignment = [least[r] for r in regions]
-            faster = made_faster(chain.candidates, regions, smallest, assignment, self.price)
-            best = min(best, faster, key=order_of)
+            best = min(best, self._grown(chain, least, smallest), key=order_of)
         return replace(closed, best_s=best.time.step_s if best.memory.fits else math.inf)
+
+    def _grown(
+        self, chain: CandidateChain, least: Sequence[StrategyCandidate], smallest: Priced
+    ) -> Priced:
+        """The program of least memory, made faster as far as it fits. least: by region."""
+        regions = [i.region for i in self.folded.instances]
+        now = [least[r] for r in regions]
+        return made_faster(chain.candidates, regions, smallest, now, self.price)
 
     def _least_of(self, chain: CandidateChain) -> tuple[list[StrategyCandidate], Priced]:
         """The program of a chain with the least memory. Where the estimates' does not fit, but
