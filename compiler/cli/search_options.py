@@ -85,7 +85,7 @@ def _what_is_searched() -> tuple[Callable[..., Any], ...]:
         type=click.Choice([OFFLOAD, LOW_PRECISION_STATES]),
         multiple=True,
         help=f"Repeatable. {OFFLOAD}: let optimizer states, parameters and activations in the "
-        "hosts' memory compete [default: where nothing else fits]; "
+        "hosts' memory compete [default: where nothing else fits, or only what is slow]; "
         f"{LOW_PRECISION_STATES}: let AdamW's states in bfloat16 and 8 bits compete [default: "
         "never].",
     )

@@ -193,7 +193,7 @@ class CompileOptions:
     mode: ModeChoice = "auto"
     allow_offload: bool = False
     """Let offload of optimizer states, of parameters and of activations compete; else it is tried
-    where nothing else fits."""
+    where nothing else fits, or what fits is slow for lack of memory."""
     allow_low_precision_states: bool = False
     """Let AdamW's states in bfloat16 and in 8 bits compete, which changes what is trained; else
     they are as the optimizer says."""

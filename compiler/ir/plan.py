@@ -282,7 +282,7 @@ class SearchStats:
     gap_before: Seconds = 0.0
     """What rounding the relaxation would have cost, relative to the step time."""
     unlimited_s: Seconds = 0.0
-    """Step time of the best plan if memory were unlimited."""
+    """Step time of the best plan if memory were unlimited, of those in one pass; 0: not known."""
     capped: bool = False
     """Whether a search stopped at its limit; the bound holds all the same."""
     meshes: tuple[MeshOutcome, ...] = ()

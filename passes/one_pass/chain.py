@@ -1,16 +1,13 @@
 """The candidates of one mesh as a chain of runs, for the exact search of passes/run/search.py.
 
-Peak memory is a maximum over moments, the chain needs a sum over layers. Two are used:
+Peak memory is a maximum over moments, the chain needs sums over layers:
 
-    estimate   fixed + sum_i (states_i + max(retained_i, gradients_i)): the most that is resident at
-               any moment of the backward; the workspace comes off the budget
-    step       fixed + sum_i (states_i + gradients_i + stepping_i), when the optimizer steps: what
-               the search by the estimate finds is mended where that is too much (step_limit.py)
-    bound      what is resident in every program at three moments, fixed included: when the backward
-               starts, sum_i (states_i + retained_i) with the inside of the layer that runs then; in
-               the backward of the longest run's last layer; and when the optimizer steps. Where
-               the last and another are short of memory, means of the two with weights, too: a
-               program that fits in both moments fits there
+    estimate   fixed + sum_i (states_i + retained_i): what is resident when the backward starts; the
+               workspace comes off the budget. What the search by it finds is mended where sum_i
+               (states_i + gradients_i) is too much at the end of the backward, or with stepping_i
+               while the optimizer steps (moment_limits.py)
+    bound      what is resident in every program at several moments, fixed included (moments.py): of
+               each alone, and of all together where more than one are short of memory
 """
 
 import itertools
@@ -56,7 +53,7 @@ class CandidateChain:
     """Candidates per region that may stand together, as a chain of runs.
 
     fixed_bytes: resident whatever is chosen. changes: seconds where two neighbours differ in mode.
-    capacity_bytes: of a device, for the bound, which decides what moment the estimate is about.
+    capacity_bytes: of a device, which the bound and the optimizer's step are held against.
     """
 
     def __init__(
@@ -122,7 +119,7 @@ class CandidateChain:
 
     def _bound_s(self) -> float:
         moments = self.moments.all()
-        alone_s = [self._relaxed_s(moment) for moment in moments]
+        alone_s = [self._relaxed_s(moment, self.capacity_bytes) for moment in moments]
         bound_s = max(alone_s)
         # Above what takes no memory into account, more than one of them decide.
         free_s = self._relaxed_s(moments[0], math.inf)
@@ -139,12 +136,7 @@ class CandidateChain:
             groups.append(LayerChoices(count, _times(candidates, is_first), np.array(needs)))
         return least_s(groups, [self.capacity_bytes - self.fixed_bytes] * len(moments))
 
-    def _relaxed_s(
-        self,
-        moment: Moment,
-        budget_bytes: float | None = None,
-    ) -> float:
-        """budget_bytes: None for the capacity."""
+    def _relaxed_s(self, moment: Moment, budget_bytes: float) -> float:
         # Layers that recur in many runs are of one kind.
         counts: Counter[tuple[int, bool, LayerBytes]] = Counter()
         for region, is_first, count, layer_bytes in moment:
@@ -155,7 +147,6 @@ class CandidateChain:
             memory = np.array([layer_bytes(c, region) for c in candidates], dtype=np.int64)
             hulls.append(lower_hull(_times(candidates, is_first), memory))
         total = sum_hulls(hulls, list(counts.values()))
-        budget_bytes = self.capacity_bytes if budget_bytes is None else budget_bytes
         return float(total.time_at_s(budget_bytes - self.fixed_bytes))
 
     @cached_property
@@ -207,15 +198,15 @@ class CandidateChain:
     ) -> RunPlan | None:
         """`found` with other candidates; order: runs in parts of one layout, with their layers."""
         layers: Counter[tuple[int, bool, TpMode]] = Counter()
+        tables: dict[tuple[int, bool, TpMode], LayerType] = {}
         for run, mode, count in order:
             layers[self.runs[run][0], run == 0, mode] += count
+            tables[self.runs[run][0], run == 0, mode] = problem.runs[run].layer_type
         rows = {key: self._rows(key[0], key[2]) for key in layers}
         if not all(rows.values()):
             return None
         choices = [
-            self._choices(region, rows[key], is_first, layers[key])
-            for key in layers
-            for region, is_first, _ in (key,)
+            self._choices(key[0], rows[key], table, layers[key]) for key, table in tables.items()
         ]
         counts = counts_within(choices, limits)
         if counts is None:
@@ -224,13 +215,13 @@ class CandidateChain:
         blocks = []
         for run, mode, count in order:
             key = self.runs[run][0], run == 0, mode
-            strategies = problem.runs[run].layer_type.strategies
             for k in np.flatnonzero(left[key]).tolist():
                 taken = min(count, int(left[key][k]))
                 left[key][k] -= taken
                 count -= taken
                 if taken:
-                    blocks.append(Block(run, rows[key][k], strategies[rows[key][k]], taken))
+                    row = rows[key][k]
+                    blocks.append(Block(run, row, tables[key].strategies[row], taken))
         time_s, conversion_s, memory_bytes = price_blocks(problem, blocks)
         return replace(
             found,
@@ -246,13 +237,14 @@ class CandidateChain:
         return [k for k, c in of if not self._has_modes or c.strategy.tp_mode == mode]
 
     def _choices(
-        self, region: int, rows: Sequence[int], is_first: bool, count: int
+        self, region: int, rows: Sequence[int], table: LayerType, count: int
     ) -> LayerChoices:
+        """The candidates `rows` of a region at the start and the end of the backward, and while the
+        optimizer steps."""
         of = [self.candidates[region][k] for k in rows]
-        moments = self._layer_bytes, bytes_after_backward, bytes_in_step
-        needs = [[layer_bytes(c, region) for c in of] for layer_bytes in moments]
-        time_s = self._type(region, is_first).time_s[list(rows)]
-        return LayerChoices(count, time_s, np.array(needs, np.int64))
+        later = [[f(c, region) for c in of] for f in (bytes_after_backward, bytes_in_step)]
+        needs = np.vstack([table.memory_bytes[list(rows)], np.array(later, np.int64)])
+        return LayerChoices(count, table.time_s[list(rows)], needs)
 
     def end_bytes(self, found: RunPlan) -> int:
         """What a plan needs when the backward ends, but for what the last layer works with."""

@@ -96,8 +96,9 @@ class Moments:
             after = count - before - (k == run)
             with_values = min(before, max(0, reached - self.saved_outputs.reach[r] - first + 1))
             without = before - with_values
-            # Neighbours of the same run.
-            is_next = int(k == run and without > 0)
+            # Neighbours of the same run. The last of all may be at its worst in its forward, when
+            # nothing is gathered for the one before it.
+            is_next = int(k == run and without > 0 and worst is not _worst_bytes)
             is_behind = int(k == run and after > 0)
             parts: list[tuple[int, LayerBytes]] = [
                 (with_values, self._bytes_before_backward),

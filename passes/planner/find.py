@@ -50,7 +50,8 @@ def find_plan_for(
 ) -> Plan:
     """The fastest plan on all devices of `cluster` that fits the memory budget: in one pass, with
     the batch in microbatches, or with the model in stages, whichever wins. Where nothing fits
-    without, losses make their logits in chunks, optimizer states go to the host, or both.
+    without, losses make their logits in chunks, optimizer states go to the host, or both; the
+    latter, too, where what fits is slow for lack of memory.
 
     batch_size: global batch, the size of dim 0 of the inputs that are to be sharded. probe: what
     the memory model asks about local ops. shared: what earlier searches for the same graph, cluster

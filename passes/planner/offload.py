@@ -1,7 +1,7 @@
 """When optimizer states and activations go to the host's memory, and what a plan says of them."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from meshfold.cost_models.op_costs.optimizers import has_states, least_share
@@ -16,6 +16,7 @@ from meshfold.passes.memory.zero import program_states
 from meshfold.passes.one_pass.priced import Priced
 from meshfold.passes.planner.assembly import PlanRequest
 from meshfold.passes.planner.host_note import check_host_memory, stored_notes
+from meshfold.passes.planner.states_precision import PlansOf
 from meshfold.units import bytes_text
 
 NEEDS_OFFLOAD = "nothing fits with all of it on the devices: offload was searched, too"
@@ -28,7 +29,8 @@ hold a tenth and more."""
 
 WORTH_A_SEARCH = 0.15
 """What the memory limit has to cost, relative to a step without, for offload to be searched beside
-a plan that fits. Chosen: of twelve models in little memory offload gained nothing below."""
+a plan that fits. Chosen, so that large clusters, where it costs up to a tenth, are not searched
+twice."""
 
 MUCH_OF_STATES = 0.1
 """Share of a device's memory that its part of parameters, gradients and states has to fill for the
@@ -78,7 +80,7 @@ def _sharded_bytes(request: PlanRequest) -> float:
 def offloaded_if_faster(
     request: PlanRequest,
     plans: tuple[Plan, ...],
-    plans_of: Callable[[PlanRequest], tuple[Plan, ...]],
+    plans_of: PlansOf,
 ) -> tuple[Plan, ...]:
     """`plans`, which fit without offload, or faster ones with it. That is searched where the first
     of them fills the memory and is slow for it."""

@@ -1,14 +1,16 @@
 """Moments of a chain: no program needs less at its peak than they add up to."""
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from support.models.hugging_face import families
 from support.search.mesh_planners import planner
 
+from meshfold.passes.one_pass import moments
 from meshfold.passes.one_pass.chain import CandidateChain
-from meshfold.passes.one_pass.moments import Moment, together
+from meshfold.passes.one_pass.moments import Moment, Moments, together
 from meshfold.passes.one_pass.search import MeshPlanner
 
 LAYERS = 5
@@ -43,22 +45,32 @@ def programs(of: MeshPlanner, chain: CandidateChain, seed: int):
 def test_no_program_needs_less_than_a_moment(family: str, dp: int, tp: int) -> None:
     of = planner(family, dp, tp, layers=LAYERS, offloads=True)
     for chain in of.chains:
-        moments = chain.moments.all()
+        held = chain.moments.all()
         for picks in programs(of, chain, seed=dp):
             regions = [instance.region for instance in of.folded.instances]
             assignment = [chain.everything[r][k] for r, k in zip(regions, picks, strict=True)]
             peak = of.price(assignment).memory.peak
-            for number, moment in enumerate(moments):
+            for number, moment in enumerate(held):
                 assert bytes_at(chain, moment, picks) <= peak, (number, picks)
+
+
+def test_nothing_is_gathered_ahead_in_the_last_forward() -> None:
+    """A model that ends in a run: the worst of its last layer may be in its forward, after which
+    the layer before it gathers. In the backward of a layer in the middle it has gathered."""
+    outputs = SimpleNamespace(reach=[1, 1], always=[[0], [0]])
+    _, end, *middle = Moments([(0, 0, 1), (1, 1, 4)], outputs).all()  # type: ignore[arg-type]
+    counts = [sum(n for _, _, n, f in m if f is moments._bytes_of_next) for m in (end, *middle)]
+    assert counts == [0, 1, 1, 1, 1]
+    assert all(sum(n for _, _, n, _ in moment) == 5 for moment in (end, *middle))
 
 
 def test_all_moments_together_have_the_layers_of_each() -> None:
     of = planner("llama", 4, 1, layers=LAYERS)
     (chain,) = of.chains
-    moments = chain.moments.all()
-    layers = together(moments)
+    every = chain.moments.all()
+    layers = together(every)
     assert sum(layers.values()) == len(of.folded.instances)
-    for k, moment in enumerate(moments):
+    for k, moment in enumerate(every):
         for region, is_first, count, layer_bytes in moment:
             same = [
                 n
