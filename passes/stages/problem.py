@@ -12,7 +12,7 @@ that nothing hides). Plain data, no torch: tables come from the region search or
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
@@ -98,6 +98,15 @@ class LayerCosts:
         tables = (self.activation_bytes, self.put_off_bytes)
         each = [n * table for n, table in zip(in_flight, tables, strict=False)]
         return np.asarray(sum(each), float)
+
+    def only(self, strategy: int) -> "LayerCosts":
+        """The same layer under one strategy, by number."""
+        columns = {
+            field.name: column[strategy : strategy + 1]
+            for field in fields(self)
+            if isinstance(column := getattr(self, field.name), np.ndarray)
+        }
+        return replace(self, strategies=(self.strategies[strategy],), **columns)
 
     @property
     def total_s(self) -> FloatArray:

@@ -12,8 +12,9 @@ Where the backward is split, n has as many entries again: microbatches between B
 layers keep what they put off, w_l for a_l.
 
 The strategies are exact for one n, that with the most activations if all layers were at their
-fastest; where those overrun at another n, they are solved again with the most that each virtual
-stage ever has, which is safe but may ask for more than is needed.
+fastest. Where those overrun at another n, they are solved again for that one, for the most that
+each virtual stage ever has, which is safe but may ask for more than is needed, and for the first n
+with as much less room as was missing; the fastest that fits is taken.
 """
 
 from collections.abc import Sequence
@@ -107,17 +108,34 @@ class VirtualStageSolver:
         return self._bounds[key]
 
     def _solved(self, device: "_Device") -> list[Stage] | None:
+        likely = self._solve(device, device.likely)
+        if likely is None:
+            return None
+        worst, stages, missing_bytes = self._at_worst(likely, device)
+        if missing_bytes <= 0:
+            return stages
         most = tuple(device.vectors.max(axis=0).tolist())
-        for in_flight in dict.fromkeys((device.likely, most)):
-            solved = self._solve(device, in_flight)
-            if solved is None:
-                return None
-            each = self._microbatch_bytes(solved, device.groups, device.spans)
-            worst = _fullest(device.vectors, each)
-            stages = self._built(solved, device.groups, device.spans, worst)
-            if sum(stage.memory_bytes for stage in stages) <= device.budget:
-                return stages
-        return None
+        smaller = replace(device, budget=device.budget - missing_bytes)
+        found: list[Stage] | None = None
+        best_s = np.inf
+        for of, in_flight in ((device, worst), (device, most), (smaller, device.likely)):
+            solved = self._solve(of, in_flight)
+            if solved is None or solved.objective_s >= best_s:
+                continue
+            _, stages, missing_bytes = self._at_worst(solved, device)
+            if missing_bytes <= 0:
+                found, best_s = stages, solved.objective_s
+        return found
+
+    def _at_worst(
+        self, solved: SolvedStage, device: "_Device"
+    ) -> tuple[InFlight, list[Stage], int]:
+        """(the moment at which these layers need most, their stages then, bytes that are missing
+        then, 0 or less where there is room)."""
+        each = self._microbatch_bytes(solved, device.groups, device.spans)
+        worst = _fullest(device.vectors, each)
+        stages = self._built(solved, device.groups, device.spans, worst)
+        return worst, stages, sum(stage.memory_bytes for stage in stages) - device.budget
 
     def _fastest_bytes(self, groups: Sequence[_LayersOfStage]) -> IntArray:
         """Activations per microbatch in flight by the entries of InFlight, every layer at its

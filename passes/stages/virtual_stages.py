@@ -14,13 +14,17 @@ A device has v spans of layers, so the dynamic program over divisions of one sta
        t_(j,r) is virtual stage r of device j, W_i the sum over its virtual stages
     4. the most promising ones are solved (virtual_stage_solver.py) and simulated together; repeat
        from 3 as long as one is faster
+    5. what is found, and where 2 started, with one strategy for all layers of the longest run:
+       stages that are each as fast as their device allows wait for one another where their times
+       differ
 
-Points 2 to 4 find a plan and prove nothing; what is proven is 1. Schedules of several virtual
+Points 2 to 5 find a plan and prove nothing; what is proven is 1. Schedules of several virtual
 stages that split the backward are searched alike, judged by the busiest device and simulated in
 waves of actions (cost_models/pipeline/waves.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -89,19 +93,40 @@ class VirtualStageSearch:
             self.bound_s = max(self.bound_s, min(beat_s, proven_s))
 
     def _search(self) -> None:
-        """Points 2 to 4 of the module docstring."""
-        around = np.array(even_divisions(self._layer_s, self.schedule.num_stages))
+        """Points 2 to 5 of the module docstring."""
+        even = np.array(even_divisions(self._layer_s, self.schedule.num_stages))
+        around = even
         for _ in range(MAX_ROUNDS):
             ranked = [
                 boundaries for boundaries in self._ranked(around) if boundaries not in self._seen
             ]
-            if self._try(ranked[:SHORTLIST_SIZE]):
+            self._seen.update(ranked[:SHORTLIST_SIZE])
+            if self._try(self.solver, ranked[:SHORTLIST_SIZE]):
                 center = tuple(stage.first for stage in self._stages)
             elif self._stages or not ranked:
-                return
+                break
             else:
                 center = ranked[0][:-1]
             around = neighbours((*center, self.problem.num_layers))
+        if self._stages:
+            best = (*(stage.first for stage in self._stages), self.problem.num_layers)
+            divisions = list(dict.fromkeys([best, *map(tuple, even.tolist())]))
+            for solver in self._alike_solvers():
+                if self._try(solver, divisions):
+                    break
+
+    def _alike_solvers(self) -> Iterator[VirtualStageSolver]:
+        """Solvers that give all layers of the longest run one strategy, the fastest first."""
+        runs = list(self.problem.runs)
+        longest = max(range(len(runs)), key=lambda r: (runs[r].count, -r))
+        costs = runs[longest].layer
+        if len(costs.strategies) < 2:
+            return
+        step_s = costs.total_s + costs.sync_s / self.problem.num_microbatches
+        for at in np.argsort(step_s, kind="stable").tolist():
+            alone = replace(runs[longest], layer=costs.only(at))
+            of = replace(self.problem, runs=(*runs[:longest], alone, *runs[longest + 1 :]))
+            yield VirtualStageSolver(of, self.schedule)
 
     def plan(self, lower_s: float, capped: bool) -> PipelinePlan:
         """The best plan found."""
@@ -168,10 +193,9 @@ class VirtualStageSearch:
             self._least[in_flight] = np.concatenate(([0.0], np.cumsum(np.repeat(least, counts))))
         return self._least[in_flight]
 
-    def _try(self, shortlist: Sequence[tuple[int, ...]]) -> bool:
+    def _try(self, solver: VirtualStageSolver, shortlist: Sequence[tuple[int, ...]]) -> bool:
         """Solves and simulates divisions that may be faster; whether one is the best so far."""
-        self._seen.update(shortlist)
-        found = [self.solver.stages(boundaries, self.step_s) for boundaries in shortlist]
+        found = [solver.stages(boundaries, self.step_s) for boundaries in shortlist]
         fitting = [stages for stages in found if stages is not None]
         if not fitting:
             return False
