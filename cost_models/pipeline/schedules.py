@@ -267,9 +267,32 @@ def resident_by_virtual_stage(
 
 def counted_in_flight(schedule: Schedule) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """resident_by_virtual_stage as a search of stages counts: microbatches between B and W apart
-    where there are several virtual stages. One stage per device keeps all of a microbatch to W."""
-    is_apart = schedule.splits_backward and schedule.num_virtual_stages > 1
-    return resident_by_virtual_stage(schedule, weights_apart=is_apart)
+    where the backward is split."""
+    if schedule.num_virtual_stages == 1 and schedule.splits_backward:
+        return tuple(map(_split_moments, *_split_sizes(schedule)))
+    return resident_by_virtual_stage(schedule, weights_apart=schedule.splits_backward)
+
+
+def _split_sizes(
+    schedule: Schedule,
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """(w_i, delay of W, microbatches) of every device."""
+    return (
+        schedule.warm_up,
+        schedule.weight_delay,
+        (schedule.num_microbatches,) * schedule.num_devices,
+    )
+
+
+def _split_moments(warm: int, delay: int, m: int) -> tuple[tuple[int, ...], ...]:
+    """(before the end of B, between B and W) of one stage at its fullest moments, in closed form:
+    behind F(w + k) there are w + 1 and min(k, delay), behind B(k) one less and one more, and from
+    k = m - w on no forwards come any more."""
+    seen = {(min(m, warm + 1), max(0, min(delay, m - 1 - warm)))}
+    if warm < m:
+        seen.add((warm, min(delay + 1, m - warm)))
+    seen.update((m - k - 1, min(k, delay) + 1) for k in range(max(0, m - warm), m))
+    return _largest(seen)
 
 
 def _largest(seen: Collection[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:

@@ -274,9 +274,9 @@ def fluid_estimate_s(problem: StageProblem, schedule: Schedule, kernels: KernelS
     m, v = schedule.num_microbatches, schedule.num_virtual_stages
     if schedule.kind in V_ORDERS:
         most = schedule.num_devices + (schedule.kind is ScheduleKind.DUALPIPEV)
-        in_flight = np.full(schedule.num_devices, min(m, most))
+        in_flight = np.full((schedule.num_devices, 1), min(m, most))
     else:
-        in_flight = np.array([-(-n // v) for n in schedule.in_flight])
+        in_flight = np.array([[-(-n // v)] for n in schedule.in_flight])
     return fluid_step_s(problem, in_flight, _even_steps(schedule, kernels))
 
 

@@ -13,16 +13,17 @@ BoundarySearch.close runs these steps, BoundarySearch.branch the last one:
 
 import heapq
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import numpy as np
 
-from meshfold.cost_models.pipeline.schedules import Schedule
+from meshfold.cost_models.pipeline.schedules import Schedule, counted_in_flight
 from meshfold.passes.run.hull import FloatArray
 from meshfold.passes.stages.answer import PipelinePlan, Stage
 from meshfold.passes.stages.bounds import Arcs, Bound, device_bounds_of, split, tighten
 from meshfold.passes.stages.moves import judge_s, neighbours
 from meshfold.passes.stages.paths import critical_path_bound_s
-from meshfold.passes.stages.problem import StageProblem
+from meshfold.passes.stages.problem import Moments, StageProblem
 from meshfold.passes.stages.solved import SolvedStage, step_ends_s
 from meshfold.passes.stages.tables import StageTables
 
@@ -55,7 +56,8 @@ class BoundarySearch:
         self.bound_s = 0.0
         self.capped = False
         self._device_bounds = device_bounds_of(problem, schedule)
-        self._kinds = list(zip(schedule.in_flight, problem.memory_bytes.tolist(), strict=True))
+        self._moments = counted_in_flight(schedule)
+        self._kinds = list(zip(self._moments, problem.memory_bytes.tolist(), strict=True))
         self._max_solved = max_solved
         self._limit_s = float("inf")
         self._left: Bound | None = None
@@ -67,8 +69,8 @@ class BoundarySearch:
     def bound_from(self, other: "BoundarySearch", limit_s: float) -> float:
         """A bound on this schedule from the tables of another with no more microbatches in flight
         on any device: its stages are never slower. 0 where that does not hold."""
-        pairs = zip(other.schedule.in_flight, self.schedule.in_flight, strict=True)
-        if any(theirs > ours for theirs, ours in pairs):
+        pairs = zip(other._moments, self._moments, strict=True)
+        if not all(_is_within(theirs, ours) for theirs, ours in pairs):
             return 0.0
         found = tighten(self._device_bounds, other._all_arcs(limit_s), self.problem.hop_s, limit_s)
         return min(found.bound_s, other._beyond_s())
@@ -135,7 +137,9 @@ class BoundarySearch:
         self._settled_passes += num_passes
         found = self._stages_of(boundaries)
         if len(found) < len(self._kinds):
-            return np.inf
+            spans = zip(boundaries, boundaries[1:], self._kinds, strict=False)
+            proven_s = (self.tables.solver.proven_s(a, b, *kind) for a, b, kind in spans)
+            return np.inf if np.inf in proven_s else 0.0
         return critical_path_bound_s(self.problem, self.schedule, boundaries, found)
 
     def _stages_of(self, boundaries: tuple[int, ...]) -> list[SolvedStage]:
@@ -246,6 +250,13 @@ class BoundarySearch:
                 :SHORTLIST_SIZE
             ]
             improved = any(self.try_boundaries(boundaries) for boundaries in fresh)
+
+
+def _is_within(theirs: Moments, ours: Moments) -> bool:
+    """Whether at each of their moments one of ours has no fewer in flight."""
+    return all(
+        any(all(a <= b for a, b in zip_longest(x, y, fillvalue=0)) for y in ours) for x in theirs
+    )
 
 
 def _may_help(now: SolvedStage, other: SolvedStage, device: int, ends_s: FloatArray) -> bool:

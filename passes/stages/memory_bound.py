@@ -14,16 +14,20 @@ solver's answer is not taken at its word: the bound is the dual objective of its
 here (every vector of prices gives a bound).
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import linprog
 
 from meshfold.cost_models.pipeline.bubble_bounds import bubble_factor, split_bubble_factor
-from meshfold.cost_models.pipeline.schedules import ScheduleKind
+from meshfold.cost_models.pipeline.schedules import (
+    Schedule,
+    ScheduleKind,
+    counted_in_flight,
+)
 from meshfold.passes.run.hull import FloatArray, IntArray
-from meshfold.passes.stages.problem import LayerCosts, StageProblem
+from meshfold.passes.stages.problem import InFlight, LayerCosts, StageProblem
 
 MAX_GROUPS = 8
 """Groups of devices with like numbers of microbatches in flight; more only tighten the bound."""
@@ -47,10 +51,11 @@ _KNOWN = (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B, ScheduleKind.ZERO_BUBBLE
 def _families(
     problem: StageProblem, kinds: Collection[ScheduleKind]
 ) -> Iterator[tuple[IntArray, float]]:
-    """(microbatches in flight at least, by device; factor of the sum of all stages)."""
+    """(microbatches in flight at least, by device, as of fluid_step_s; factor of the sum of all
+    stages)."""
     p, m = problem.num_devices, problem.num_microbatches
     if ScheduleKind.GPIPE in kinds or ScheduleKind.ONE_F_ONE_B in kinds:
-        yield np.minimum(m, np.arange(p, 0, -1)), bubble_factor(p, m, p - 1)
+        yield np.minimum(m, np.arange(p, 0, -1))[:, None], bubble_factor(p, m, p - 1)
     if ScheduleKind.ZERO_BUBBLE in kinds:
         shares = [
             float((layer.forward_s[busy] / layer.total_s[busy]).min())
@@ -58,7 +63,8 @@ def _families(
             if (busy := layer.total_s > 0).any()
         ]
         factor = max(m / p, split_bubble_factor(p, m, min(shares, default=0.0)))
-        yield np.full(p, min(m, p)), factor
+        of_devices = counted_in_flight(Schedule(ScheduleKind.ZERO_BUBBLE, p, m))
+        yield np.array([moments[-1] for moments in of_devices]), factor
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,15 +79,15 @@ class _Columns:
 
 
 def fluid_step_s(problem: StageProblem, in_flight: IntArray, factor: float) -> float:
-    """z of the module docstring. in_flight: by device, shape (p,). factor: of the sum of all
-    stages."""
+    """z of the module docstring. in_flight: by device, before the end of B and, in a second column,
+    between B and W. factor: of the sum of all stages."""
     counts: dict[LayerCosts, int] = {}
     for run in problem.runs:
         counts[run.layer] = counts.get(run.layer, 0) + run.count
     sizes, room = _groups(problem, in_flight)
     if (room <= 0).any():
         return float("inf")
-    flights = [int(in_flight[members].min()) for members in _members(in_flight)]
+    flights = [tuple(in_flight[members].min(axis=0).tolist()) for members in _members(in_flight)]
     columns = _columns(problem, list(counts), flights)
     numbers = np.array(list(counts.values()), float)
     scale = problem.num_microbatches * float(columns.busy_s.max(initial=0.0)) * numbers.sum()
@@ -142,9 +148,10 @@ def _dual(
 
 def _members(in_flight: IntArray) -> list[IntArray]:
     """The devices of each group."""
-    values = np.unique(in_flight)
+    before = in_flight[:, 0]
+    values = np.unique(before)
     groups = np.array_split(values, min(MAX_GROUPS, len(values)))
-    return [np.flatnonzero(np.isin(in_flight, group)) for group in groups]
+    return [np.flatnonzero(np.isin(before, group)) for group in groups]
 
 
 def _groups(problem: StageProblem, in_flight: IntArray) -> tuple[FloatArray, FloatArray]:
@@ -155,7 +162,9 @@ def _groups(problem: StageProblem, in_flight: IntArray) -> tuple[FloatArray, Flo
     return np.array([len(of_group) for of_group in members], float), np.array(room)
 
 
-def _columns(problem: StageProblem, layers: list[LayerCosts], flights: list[int]) -> _Columns:
+def _columns(
+    problem: StageProblem, layers: list[LayerCosts], flights: Sequence[InFlight]
+) -> _Columns:
     m = problem.num_microbatches
     each = [(g, k, n, layer) for g, n in enumerate(flights) for k, layer in enumerate(layers)]
     return _Columns(
@@ -163,7 +172,5 @@ def _columns(problem: StageProblem, layers: list[LayerCosts], flights: list[int]
         np.concatenate([np.full(len(x.total_s), k) for _, k, _, x in each]),
         np.concatenate([x.total_s + x.sync_s / m for *_, x in each]),
         np.concatenate([x.total_s for *_, x in each]),
-        np.concatenate([x.state_bytes + n * x.activation_bytes for _, _, n, x in each]).astype(
-            float
-        ),
+        np.concatenate([x.state_bytes + x.kept_bytes(n) for _, _, n, x in each]),
     )

@@ -17,7 +17,7 @@ import numpy as np
 
 from meshfold.cost_models.pipeline.actions import Pass
 from meshfold.cost_models.pipeline.makespan import critical_path
-from meshfold.cost_models.pipeline.schedules import Schedule
+from meshfold.cost_models.pipeline.schedules import Schedule, counted_in_flight
 from meshfold.passes.run.hull import FloatArray, lp_values
 from meshfold.passes.stages.problem import StageProblem
 from meshfold.passes.stages.solved import SolvedStage, stage_times
@@ -64,14 +64,14 @@ def _least_s(
     rates: FloatArray,
 ) -> float:
     """Relaxed least of rates . (F, B without W, W, sync_s) over the strategies of a stage."""
-    in_flight = schedule.in_flight[device]
+    in_flight = problem.fullest(counted_in_flight(schedule)[device])
     types = []
     for run, count in problem.run_slices(boundaries[device], boundaries[device + 1]):
         costs = problem.runs[run].layer
         seconds = (costs.forward_s, costs.backward_s - costs.weight_s, costs.weight_s, costs.sync_s)
-        memory = costs.state_bytes + in_flight * costs.activation_bytes
+        memory = costs.bytes_with(in_flight)
         types.append((rates @ np.stack(seconds), memory, count))
-    budget = int(problem.memory_bytes[device]) - in_flight * int(
+    budget = int(problem.memory_bytes[device]) - in_flight[0] * int(
         problem.resident_bytes[boundaries[device]]
     )
     return float(lp_values(types, budget))

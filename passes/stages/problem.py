@@ -6,13 +6,15 @@ type. A stage that holds the layers [a, b) with k microbatches in flight needs
 
     sum of state_bytes + k * (sum of activation_bytes + resident_bytes[a]) + max of transient_bytes
 
-and that must not exceed the memory of its device. Layers of a stage run at forward_s and backward_s
-per microbatch; sync_s is paid once per step, after the stage's last backward (gradient reduction
-that nothing hides). Plain data, no torch: tables come from the region search or from a profile.
+at every moment, and where the backward is split, w * put_off_bytes of every layer for w
+microbatches between B and W. That must not exceed the memory of its device. Layers of a stage run
+at forward_s and backward_s per microbatch; sync_s is paid once per step, after the stage's last
+backward (gradient reduction that nothing hides). Plain data, no torch: tables come from the region
+search or from a profile.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -20,6 +22,13 @@ from numpy.typing import ArrayLike
 
 from meshfold.errors import OptionError
 from meshfold.passes.run.hull import FloatArray, IntArray
+
+InFlight = tuple[int, ...]
+"""Microbatches of a stage before the end of B at one moment, and where it is split, between B and
+W."""
+
+Moments = tuple[InFlight, ...]
+"""The fullest moments of a stage (schedules.counted_in_flight)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +101,10 @@ class LayerCosts:
             )
         return costs
 
+    def bytes_with(self, in_flight: InFlight) -> IntArray:
+        """States, and what is kept of so many microbatches, by strategy."""
+        return self.state_bytes + self.kept_bytes(in_flight).astype(np.int64)
+
     def kept_bytes(self, in_flight: Sequence[float]) -> FloatArray:
         """Of so many microbatches before the end of B and, where it is split and these are counted
         apart, so many between B and W."""
@@ -101,12 +114,19 @@ class LayerCosts:
 
     def only(self, strategy: int) -> "LayerCosts":
         """The same layer under one strategy, by number."""
-        columns = {
-            field.name: column[strategy : strategy + 1]
-            for field in fields(self)
-            if isinstance(column := getattr(self, field.name), np.ndarray)
-        }
-        return replace(self, strategies=(self.strategies[strategy],), **columns)
+        at = slice(strategy, strategy + 1)
+        return LayerCosts(
+            self.name,
+            self.strategies[at],
+            self.forward_s[at],
+            self.backward_s[at],
+            self.weight_s[at],
+            self.sync_s[at],
+            self.state_bytes[at],
+            self.activation_bytes[at],
+            self.transient_bytes[at],
+            self.put_off_bytes[at],
+        )
 
     @property
     def total_s(self) -> FloatArray:
@@ -190,6 +210,16 @@ class StageProblem:
     @property
     def num_devices(self) -> int:
         return len(self.memory_bytes)
+
+    def fullest(self, moments: Moments) -> InFlight:
+        """The moment at which all layers together keep most, each under the strategy that keeps
+        least; of equal ones the last."""
+
+        def kept(in_flight: InFlight) -> float:
+            each = (run.count * run.layer.kept_bytes(in_flight).min() for run in self.runs)
+            return float(sum(each))
+
+        return max(reversed(moments), key=kept)
 
     @cached_property
     def starts(self) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from meshfold.passes.run.hull import FloatArray, IntArray, lower_hull
-from meshfold.passes.stages.problem import LayerCosts, StageProblem
+from meshfold.passes.stages.problem import InFlight, LayerCosts, StageProblem
 
 MAX_PRICES = 48
 """Prices tried per table; more of them only tighten the bound."""
@@ -30,7 +30,7 @@ MAX_THRESHOLDS = 6
 def relaxed_s(
     problem: StageProblem,
     objectives_s: Sequence[FloatArray],
-    in_flight: int,
+    in_flight: InFlight,
     budget_bytes: int,
     width: int,
     max_thresholds: int = MAX_THRESHOLDS,
@@ -45,8 +45,8 @@ def relaxed_s(
     best = np.full((problem.num_layers + 1, width + 1), np.inf)
     for threshold, least in transient_groups(layers, max_thresholds):
         allowed = [layer.transient_bytes <= threshold for layer in layers]
-        memory = [layer.state_bytes + in_flight * layer.activation_bytes for layer in layers]
-        room = budget_bytes - least - in_flight * problem.resident_bytes
+        memory = [layer.bytes_with(in_flight) for layer in layers]
+        room = budget_bytes - least - in_flight[0] * problem.resident_bytes
         np.minimum(best, _bounds_s(problem, objectives_s, memory, allowed, room, width), out=best)
     best[:, 0] = np.inf
     return best

@@ -20,12 +20,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from meshfold.cost_models.pipeline.schedules import Schedule
+from meshfold.cost_models.pipeline.schedules import Schedule, counted_in_flight
 from meshfold.errors import OptionError
 from meshfold.passes.stages.answer import PipelinePlan
 from meshfold.passes.stages.boundaries import BoundarySearch
 from meshfold.passes.stages.bounds import bounds_of_any, tighten
-from meshfold.passes.stages.problem import StageProblem
+from meshfold.passes.stages.problem import Moments, StageProblem
 from meshfold.passes.stages.solved import StageSolver
 from meshfold.passes.stages.tables import StageTables
 from meshfold.passes.stages.virtual_stages import VirtualStageSearch
@@ -138,8 +138,7 @@ def _coarse_bound_s(
     if any(schedule.num_virtual_stages > 1 for schedule in schedules) or np.isinf(limit_s):
         return 0.0
     tables = StageTables(problem, solver, is_coarse=True)
-    least = np.min([schedule.in_flight for schedule in schedules], axis=0).tolist()
-    kinds = list(zip(least, problem.memory_bytes.tolist(), strict=True))
+    kinds = list(zip(_least_in_flight(schedules), problem.memory_bytes.tolist(), strict=True))
     most_s = limit_s / problem.num_microbatches
     beyond = [tables.beyond_s(kind, None if i else 0) for i, kind in enumerate(kinds)]
     beyond_s = problem.num_microbatches * min(beyond)
@@ -148,6 +147,17 @@ def _coarse_bound_s(
     arcs = [tables.arcs(kind, i, most_s) for i, kind in enumerate(kinds)]
     bounds = bounds_of_any(problem, schedules)
     return tighten(bounds, arcs, problem.hop_s, limit_s).bound_s
+
+
+def _least_in_flight(schedules: Sequence[Schedule]) -> list[Moments]:
+    """By device, one moment that every one of the schedules has no fewer in flight at."""
+    firsts = [[moments[-1] for moments in counted_in_flight(s)] for s in schedules]
+    most = min(len(in_flight) for of_schedule in firsts for in_flight in of_schedule)
+    of_devices = zip(*firsts, strict=True)
+    return [
+        (tuple(min(column) for column in zip(*(x[:most] for x in each), strict=True)),)
+        for each in of_devices
+    ]
 
 
 def _started(

@@ -26,7 +26,7 @@ from meshfold.passes.run.problem import (
 )
 from meshfold.passes.run.search import NODE_CAP, solve_runs
 from meshfold.passes.stages.answer import LayerBlock, Stage
-from meshfold.passes.stages.problem import LayerCosts, StageProblem
+from meshfold.passes.stages.problem import InFlight, LayerCosts, Moments, StageProblem
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def step_ends_s(
 
 
 def summed_costs(
-    layers: Iterable[tuple[LayerCosts, int, int]], in_flight: int
+    layers: Iterable[tuple[LayerCosts, int, int]], in_flight: InFlight
 ) -> tuple[tuple[float, float, float, float], int, int]:
     """((forward_s, backward_s, weight_s, sync_s), bytes without transients, the largest transient)
     of layers: their costs, the number of the strategy, how many."""
@@ -72,8 +72,8 @@ def summed_costs(
     for costs, at, count in layers:
         tables = (costs.forward_s, costs.backward_s, costs.weight_s, costs.sync_s)
         seconds += count * np.array([table[at] for table in tables])
-        each = costs.state_bytes[at] + in_flight * costs.activation_bytes[at]
-        resident += count * int(each)
+        each = int(costs.bytes_with(in_flight)[at])
+        resident += count * each
         transient = max(transient, int(costs.transient_bytes[at]))
     forward_s, backward_s, weight_s, sync_s = seconds.tolist()
     return (forward_s, backward_s, weight_s, sync_s), resident, transient
@@ -89,7 +89,7 @@ class StageSolver:
         self.problem, self.node_cap = problem, node_cap
         self.num_solved = 0
         self._known: dict[tuple[object, ...], SolvedStage | None] = {}
-        self._placed: dict[tuple[object, ...], SolvedStage | None] = {}
+        self._placed: dict[tuple[object, ...], tuple[SolvedStage | None, float]] = {}
         """By what was asked: _known at its place in the chain."""
         self._costs = list(dict.fromkeys(run.layer for run in problem.runs))
         self._type_of_run = [self._costs.index(run.layer) for run in problem.runs]
@@ -99,22 +99,78 @@ class StageSolver:
         return costs.total_s + sync_weight * costs.sync_s / self.problem.num_microbatches
 
     def solve(
-        self, first: int, end: int, in_flight: int, budget_bytes: int, sync_weight: float = 1.0
+        self, first: int, end: int, moments: Moments, budget_bytes: int, sync_weight: float = 1.0
     ) -> SolvedStage | None:
-        """The best solved stage of the layers [first, end), or None when nothing fits. sync_weight:
-        0 where the stage's sync_s is hidden behind the stages before it, above 1 where it is
-        exposed most.
+        """The best solved stage of the layers [first, end) that fits at all `moments`, or None
+        where none is found (proven_s says whether there is one). sync_weight: 0 where the stage's
+        sync_s is hidden behind the stages before it, above 1 where it is exposed most.
+
+        One moment is solved exactly. Of several, what is the best at one and has room at the others
+        is; else the fastest counts that is found to have room, and lower_s is the highest of the
+        moments alone.
         """
-        asked = first, end, in_flight, budget_bytes, sync_weight
+        return self._known_at(first, end, moments, budget_bytes, sync_weight)[0]
+
+    def proven_s(self, first: int, end: int, moments: Moments, budget_bytes: int) -> float:
+        """No stage of these layers has a smaller objective; infinite where none fits."""
+        return self._known_at(first, end, moments, budget_bytes, 1.0)[1]
+
+    def _known_at(
+        self, first: int, end: int, moments: Moments, budget_bytes: int, sync_weight: float
+    ) -> tuple[SolvedStage | None, float]:
+        asked = first, end, moments, budget_bytes, sync_weight
         if asked not in self._placed:
-            self._placed[asked] = self._solve(*asked)
+            self._placed[asked] = self._solve_all(*asked)
         return self._placed[asked]
 
+    def _solve_all(
+        self, first: int, end: int, moments: Moments, budget_bytes: int, sync_weight: float
+    ) -> tuple[SolvedStage | None, float]:
+        """(what `solve` returns, what is proven of it)."""
+        lower_s, missing = 0.0, 0
+        fitting: list[SolvedStage] = []
+        fullest = self.problem.fullest(moments)
+        for in_flight in (fullest, *(x for x in moments if x != fullest)):
+            alone = self._solve(first, end, in_flight, budget_bytes, sync_weight)
+            if alone is None:
+                return None, np.inf
+            lower_s = max(lower_s, alone.lower_s)
+            everywhere = self._at_worst(alone, first, moments)
+            if everywhere.memory_bytes <= budget_bytes:
+                fitting.append(everywhere)
+                if alone.lower_s == lower_s:
+                    return everywhere, lower_s
+            elif in_flight == fullest:
+                missing = everywhere.memory_bytes - budget_bytes
+        most = tuple(map(max, *moments))
+        for in_flight, room in ((fullest, budget_bytes - missing), (most, budget_bytes)):
+            if (safe := self._solve(first, end, in_flight, room, sync_weight)) is not None:
+                everywhere = self._at_worst(safe, first, moments)
+                fitting += [everywhere] if everywhere.memory_bytes <= budget_bytes else []
+        best = min(fitting, key=lambda x: x.objective_s, default=None)
+        return best and replace(best, lower_s=lower_s), lower_s
+
+    def _at_worst(self, solved: SolvedStage, first: int, moments: Moments) -> SolvedStage:
+        """`solved` with the memory of the moment at which it needs most."""
+        if len(moments) == 1:
+            return solved
+        costs = [self.problem.runs[block.run].layer for block in solved.blocks]
+        layers = [
+            (x, x.strategies.index(block.strategy), block.count)
+            for x, block in zip(costs, solved.blocks, strict=True)
+        ]
+        arrived_bytes = int(self.problem.resident_bytes[first])
+        each = []
+        for in_flight in moments:
+            _, resident_bytes, transient_bytes = summed_costs(layers, in_flight)
+            each.append(in_flight[0] * arrived_bytes + resident_bytes + transient_bytes)
+        return replace(solved, memory_bytes=max(each))
+
     def _solve(
-        self, first: int, end: int, in_flight: int, budget_bytes: int, sync_weight: float
+        self, first: int, end: int, in_flight: InFlight, budget_bytes: int, sync_weight: float
     ) -> SolvedStage | None:
         slices = self.problem.run_slices(first, end)
-        resident_bytes = in_flight * int(self.problem.resident_bytes[first])
+        resident_bytes = in_flight[0] * int(self.problem.resident_bytes[first])
         types = tuple((self._type_of_run[run], count) for run, count in slices)
         key = (types, in_flight, budget_bytes - resident_bytes, sync_weight)
         if key not in self._known:
@@ -125,12 +181,12 @@ class StageSolver:
         found = self._known[key]
         return found and _placed(found, slices, resident_bytes)
 
-    def least_s(self, in_flight: int, budget_bytes: int) -> float:
+    def least_s(self, in_flight: InFlight, budget_bytes: int) -> float:
         """No stage of all layers has a smaller objective; nothing is asked about transients."""
         types = [
             (
                 self.objective_s(run.layer),
-                run.layer.state_bytes + in_flight * run.layer.activation_bytes,
+                run.layer.bytes_with(in_flight),
                 run.count,
             )
             for run in self.problem.runs
@@ -140,7 +196,7 @@ class StageSolver:
     def _best(
         self,
         slices: tuple[tuple[int, int], ...],
-        in_flight: int,
+        in_flight: InFlight,
         budget_bytes: int,
         sync_weight: float,
     ) -> SolvedStage | None:
@@ -181,7 +237,7 @@ class StageSolver:
         self,
         slices: tuple[tuple[int, int], ...],
         transients: IntArray,
-        in_flight: int,
+        in_flight: InFlight,
         budget_bytes: int,
         sync_weight: float,
     ) -> tuple[list[NDArray[np.bool_]], RunProblem | None]:
@@ -195,7 +251,7 @@ class StageSolver:
         runs = []
         for (number, count), mask in zip(slices, masks, strict=True):
             costs = self.problem.runs[number].layer
-            memory = costs.state_bytes + in_flight * costs.activation_bytes
+            memory = costs.bytes_with(in_flight)
             names = tuple(name for name, ok in zip(costs.strategies, mask, strict=True) if ok)
             objective_s = self.objective_s(costs, sync_weight)[mask]
             runs.append(Run(LayerType(costs.name, names, objective_s, memory[mask]), count))
@@ -206,7 +262,7 @@ class StageSolver:
         plan: RunPlan,
         slices: tuple[tuple[int, int], ...],
         masks: list[NDArray[np.bool_]],
-        in_flight: int,
+        in_flight: InFlight,
     ) -> SolvedStage:
         blocks, layers = [], []
         for block in plan.blocks:

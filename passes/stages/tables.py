@@ -10,11 +10,11 @@ import numpy as np
 
 from meshfold.passes.run.hull import FloatArray
 from meshfold.passes.stages.bounds import Arcs, Indices
-from meshfold.passes.stages.problem import StageProblem
+from meshfold.passes.stages.problem import Moments, StageProblem
 from meshfold.passes.stages.relaxation import relaxed_s
 from meshfold.passes.stages.solved import SolvedStage, StageSolver
 
-Kind = tuple[int, int]
+Kind = tuple[Moments, int]
 """(microbatches in flight, budget in bytes)."""
 
 
@@ -53,20 +53,22 @@ class StageTables:
     def table(self, kind: Kind) -> Table:
         """The table of stages with kind[0] microbatches in flight under kind[1] bytes."""
         if self.is_coarse:
-            kind = _rounded_down(kind[0]), kind[1]
+            lower = (tuple(map(_rounded_down, in_flight)) for in_flight in kind[0])
+            kind = tuple(dict.fromkeys(lower)), kind[1]
         if kind not in self._tables:
             costs = [run.layer for run in self.problem.runs]
+            at = self.problem.fullest(kind[0]), kind[1]
             if self.is_coarse:
                 totals = [layer.total_s for layer in costs]
-                values = relaxed_s(self.problem, totals, *kind, self.width, COARSE_THRESHOLDS)
+                values = relaxed_s(self.problem, totals, *at, self.width, COARSE_THRESHOLDS)
                 self._tables[kind] = Table(values, values)
                 return self._tables[kind]
             objectives = [self.solver.objective_s(layer) for layer in costs]
-            full = relaxed_s(self.problem, objectives, *kind, self.width)
+            full = relaxed_s(self.problem, objectives, *at, self.width)
             plain = full
             if self.has_sync:
                 totals = [layer.total_s for layer in costs]
-                plain = relaxed_s(self.problem, totals, *kind, self.width)
+                plain = relaxed_s(self.problem, totals, *at, self.width)
             self._tables[kind] = Table(plain, full)
             for (of_kind, first, end), seconds in self._exact.items():
                 if of_kind == kind:
@@ -89,7 +91,7 @@ class StageTables:
     def solve(self, kind: Kind, first: int, end: int) -> SolvedStage | None:
         """The exact stage; its time goes into the table."""
         solved = self.solver.solve(first, end, *kind)
-        seconds = np.inf if solved is None else solved.lower_s
+        seconds = self.solver.proven_s(first, end, *kind)
         if (kind, first, end) not in self._exact:
             self._exact[kind, first, end] = seconds
             self._raise(kind, first, end, seconds)

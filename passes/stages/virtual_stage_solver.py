@@ -26,7 +26,7 @@ import numpy as np
 from meshfold.cost_models.pipeline.schedules import Schedule, counted_in_flight
 from meshfold.passes.run.hull import IntArray
 from meshfold.passes.stages.answer import LayerBlock, Stage
-from meshfold.passes.stages.problem import LayerCosts, LayerRun, StageProblem
+from meshfold.passes.stages.problem import InFlight, LayerCosts, LayerRun, StageProblem
 from meshfold.passes.stages.solved import SolvedStage, StageSolver, summed_costs
 
 MOST_NODES = 2_000
@@ -34,9 +34,8 @@ MOST_NODES = 2_000
 go on takes half of the time of GPT-3 on 1,024 devices, and changed no plan of the five cases of
 `benchmarks/plan.py` that were compared (not DeepSeek-V3)."""
 
-InFlight = tuple[int, ...]
-"""Microbatches in flight in each virtual stage of a device at one moment; behind these, where the
-backward is split, those between B and W."""
+ONE_IN_FLIGHT: InFlight = (1,)
+"""Of layers whose activations are those of all their microbatches."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,9 @@ class VirtualStageSolver:
         key, alone = self._alone(device, device.likely)
         if key not in self._bounds:
             room = int(alone.memory_bytes[0])
-            self._bounds[key] = alone.num_microbatches * StageSolver(alone).least_s(1, room)
+            self._bounds[key] = alone.num_microbatches * StageSolver(alone).least_s(
+                ONE_IN_FLIGHT, room
+            )
         return self._bounds[key]
 
     def _solved(self, device: "_Device") -> list[Stage] | None:
@@ -168,7 +169,7 @@ class VirtualStageSolver:
         if key not in self._known:
             room = int(alone.memory_bytes[0])
             solver = StageSolver(alone, MOST_NODES)
-            self._known[key] = solver.solve(0, alone.num_layers, 1, room)
+            self._known[key] = solver.solve(0, alone.num_layers, (ONE_IN_FLIGHT,), room)
         return self._known[key]
 
     def _alone(
@@ -234,7 +235,7 @@ class VirtualStageSolver:
                 (_with_in_flight(costs, n), costs.strategies.index(s), count)
                 for costs, s, count in layers
             ]
-            seconds, memory, transient = summed_costs(numbered, 1)
+            seconds, memory, transient = summed_costs(numbered, ONE_IN_FLIGHT)
             memory += n[0] * int(self.problem.resident_bytes[first])
             stages.append(Stage(first, end, tuple(own), *seconds, sum(n), memory))
             transients.append(transient)

@@ -36,10 +36,10 @@ from meshfold.passes.run.hull import FloatArray
 from meshfold.passes.stages.answer import PipelinePlan, Stage
 from meshfold.passes.stages.fluid_paths import KnownMixes, fluid_paths_bound_s
 from meshfold.passes.stages.moves import BoundaryRows, neighbours
-from meshfold.passes.stages.problem import StageProblem
+from meshfold.passes.stages.problem import InFlight, StageProblem
 from meshfold.passes.stages.solved import stage_times
 from meshfold.passes.stages.virtual_stage_bounds import virtual_stage_bound_s
-from meshfold.passes.stages.virtual_stage_solver import InFlight, VirtualStageSolver
+from meshfold.passes.stages.virtual_stage_solver import VirtualStageSolver
 
 SHORTLIST_SIZE = 6
 """Neighbours of a division that are solved and simulated before it counts as the best around."""

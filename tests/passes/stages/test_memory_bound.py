@@ -75,4 +75,4 @@ def test_what_nothing_is_known_of_has_no_bound():
 
 def test_layers_without_time():
     problem = two_layers(6, seconds=((0.0, 0.0), (0.0, 0.0)))
-    assert fluid_step_s(problem, np.array([2, 1]), 2.0) == 0.0
+    assert fluid_step_s(problem, np.array([[2], [1]]), 2.0) == 0.0

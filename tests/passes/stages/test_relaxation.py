@@ -24,10 +24,10 @@ def test_bounds_every_exact_stage(seed, in_flight, budget):
     solver = StageSolver(problem)
     objectives = [solver.objective_s(run.layer) for run in problem.runs]
     width = problem.num_layers
-    table = relaxed_s(problem, objectives, in_flight, budget, width)
+    table = relaxed_s(problem, objectives, (in_flight,), budget, width)
     for first in range(problem.num_layers):
         for end in range(first + 1, problem.num_layers + 1):
-            solved = solver.solve(first, end, in_flight, budget)
+            solved = solver.solve(first, end, ((in_flight,),), budget)
             bound = table[first, end - first]
             assert bound <= (np.inf if solved is None else solved.objective_s * (1 + 1e-9))
             if solved is not None:
@@ -50,9 +50,9 @@ def test_a_cell_of_a_capped_solver_is_bounded_over_all_thresholds(seed, budget, 
             return found
         return replace(found, time_s=2 * found.time_s, gap=1.0)
 
-    best = StageSolver(problem).solve(0, problem.num_layers, 1, budget)
+    best = StageSolver(problem).solve(0, problem.num_layers, ((1,),), budget)
     monkeypatch.setattr(solved_stages, "solve_runs", capped)
-    solved = StageSolver(problem).solve(0, problem.num_layers, 1, budget)
+    solved = StageSolver(problem).solve(0, problem.num_layers, ((1,),), budget)
     assert (solved is None) == (best is None)
     if solved is not None:
         assert solved.lower_s <= best.objective_s * (1 + 1e-9)
@@ -69,7 +69,7 @@ def test_is_the_linear_relaxation():
             for run in runs
         ]
         expected = float(lp_values(types, budget))
-        found = relaxed_s(problem, objectives, 2, budget, 7)[0, 7]
+        found = relaxed_s(problem, objectives, (2,), budget, 7)[0, 7]
         assert found == pytest.approx(expected, rel=1e-12)
 
 

@@ -19,7 +19,12 @@ from support.search.stages import (
 )
 
 from meshfold.cost_models.pipeline.makespan import StageTimes, simulate_actions
-from meshfold.cost_models.pipeline.schedules import Schedule, ScheduleKind, measured_in_flight
+from meshfold.cost_models.pipeline.schedules import (
+    Schedule,
+    ScheduleKind,
+    measured_in_flight,
+    resident_by_virtual_stage,
+)
 from meshfold.errors import OptionError
 from meshfold.passes.stages import search as stage_search
 from meshfold.passes.stages.answer import PipelinePlan
@@ -84,20 +89,24 @@ def test_plan_is_what_it_says(seed):
     if plan is None:
         return
     held = measured_in_flight(plan.schedule.actions())
+    moments = resident_by_virtual_stage(plan.schedule, weights_apart=True)
     for i, stage in enumerate(plan.stages):
-        transient, memory = 0, held[i] * int(problem.resident_bytes[stage.first])
+        transient, kept = 0, [n[0] * int(problem.resident_bytes[stage.first]) for n in moments[i]]
         forward_s = sync_s = 0.0
         for block in stage.blocks:
             costs = problem.runs[block.run].layer
             at = costs.strategies.index(block.strategy)
             forward_s += block.count * costs.forward_s[at]
             sync_s += block.count * costs.sync_s[at]
-            each = costs.state_bytes[at] + held[i] * costs.activation_bytes[at]
-            memory += block.count * int(each)
+            each = costs.state_bytes[at], costs.activation_bytes[at], costs.put_off_bytes[at]
+            kept = [
+                now + block.count * sum(n * k for n, k in zip((1, *ns), each, strict=False))
+                for now, ns in zip(kept, moments[i], strict=True)
+            ]
             transient = max(transient, int(costs.transient_bytes[at]))
         assert stage.in_flight == held[i]
         assert (stage.forward_s, stage.sync_s) == pytest.approx((forward_s, sync_s))
-        assert stage.memory_bytes == memory + transient <= problem.memory_bytes[i]
+        assert stage.memory_bytes == max(kept) + transient <= problem.memory_bytes[i]
         placed = [(block.run, block.count) for block in stage.blocks]
         counts = {run: sum(n for r, n in placed if r == run) for run, _ in placed}
         assert tuple(counts.items()) == problem.run_slices(stage.first, stage.end)
@@ -272,7 +281,7 @@ def test_shuffled_strategies_and_schedules_give_the_same_plan():
 def _shuffled(layer, draws):
     order = draws.permutation(len(layer.strategies))
     columns = ("forward_s", "backward_s", "weight_s", "sync_s")
-    columns += ("state_bytes", "activation_bytes", "transient_bytes")
+    columns += ("state_bytes", "activation_bytes", "transient_bytes", "put_off_bytes")
     tables = {key: getattr(layer, key)[order] for key in columns}
     return LayerCosts.build(layer.name, tuple(layer.strategies[s] for s in order), **tables)
 
