@@ -286,13 +286,13 @@ def _split_sizes(
 
 def _split_moments(warm: int, delay: int, m: int) -> tuple[tuple[int, ...], ...]:
     """(before the end of B, between B and W) of one stage at its fullest moments, in closed form:
-    behind F(w + k) there are w + 1 and min(k, delay), behind B(k) one less and one more, and from
-    k = m - w on no forwards come any more."""
-    seen = {(min(m, warm + 1), max(0, min(delay, m - 1 - warm)))}
-    if warm < m:
-        seen.add((warm, min(delay + 1, m - warm)))
-    seen.update((m - k - 1, min(k, delay) + 1) for k in range(max(0, m - warm), m))
-    return _largest(seen)
+    behind F(w + k) there are w + 1 and min(k, delay), behind B(k) one less and one more; from
+    k = m - w on no forwards come any more, and until k = delay no W."""
+    late = [(m - k - 1, k + 1) for k in range(m - warm, min(delay, m - 1) + 1)]
+    if warm == m:
+        return (*late[::-1], (m, 0))
+    waiting = min(delay, m - 1 - warm)
+    return (*late[::-1], (warm, waiting + 1), (warm + 1, waiting))
 
 
 def _largest(seen: Collection[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:

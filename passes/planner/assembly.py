@@ -67,6 +67,9 @@ class PlanRequest:
     beat_s: float = math.inf
     """Step time of a plan that is there already: of slower ones none needs to be found."""
 
+    in_one_pass: bool = False
+    """Whether stages and microbatches are left out."""
+
     wants_rivals: bool = False
     """Whether plans are asked for that may win once they are emitted (one_pass/rivals.py)."""
 

@@ -95,7 +95,7 @@ def _plans(request: PlanRequest, progress: Progress | None) -> tuple[Plan, ...]:
         return plan_with_pipelines(request, ())
     plans: tuple[Plan, ...] = ()
     no_pass: OptionError | InfeasibleError | None = None
-    one_pass_only = excludes_pipelines(options.pins)
+    one_pass_only = request.in_one_pass or excludes_pipelines(options.pins)
     try:
         plans = _plans_in_one_pass(request, progress)
         if one_pass_only:

@@ -27,10 +27,14 @@ NEARLY_FULL = 0.8
 """Share of the memory from which on it decides what a plan is. Chosen: layers, buckets and stages
 hold a tenth and more."""
 
-WORTH_A_SEARCH = 0.15
-"""What the memory limit has to cost, relative to a step without, for offload to be searched beside
-a plan that fits. Chosen, so that large clusters, where it costs up to a tenth, are not searched
-twice."""
+WORTH_STAGES = 0.15
+"""What the memory limit has to cost, relative to a step without, for offload to be searched in
+stages and microbatches, too, beside a plan that fits. Chosen, so that large clusters, where it
+costs up to a tenth, are not searched twice: in one pass, which takes a small part of the time, it
+is searched wherever it can gain LEAST_GAIN."""
+
+IN_STAGES = "offload in stages and microbatches"
+"""The name of what is left out elsewhere."""
 
 MUCH_OF_STATES = 0.1
 """Share of a device's memory that its part of parameters, gradients and states has to fill for the
@@ -87,6 +91,10 @@ def offloaded_if_faster(
     first, offloaded = plans[0], with_offload(request)
     if offloaded is None or not _may_pay(first, request):
         return plans
+    if not _pays_in_stages(first):
+        if is_pipeline_pinned(request.options.pins):
+            return plans
+        offloaded = replace(offloaded, in_one_pass=True)
     known_s = max(first.step_s, first.time.step_s)
     try:
         others = plans_of(replace(offloaded, explains=False, beat_s=known_s))
@@ -94,15 +102,34 @@ def offloaded_if_faster(
         return plans
     if others[0].step_s > (1 - LEAST_GAIN) * first.step_s:
         return plans
+    if offloaded.in_one_pass:
+        others = tuple(_beside(first, plan) for plan in others)
     return tuple(replace(plan, notes=(*plan.notes, PAYS_OFFLOAD)) for plan in others)
+
+
+def _beside(first: Plan, plan: Plan) -> Plan:
+    """`plan`, of the search in one pass alone, with what the search of `first` has proven of all
+    without offload."""
+    earlier = first.search
+    stats = replace(
+        plan.search,
+        lower_bound_s=min(plan.search.lower_bound_s, earlier.lower_bound_s),
+        left_out={**earlier.left_out, **plan.search.left_out, IN_STAGES: earlier.num_leaves},
+    )
+    return replace(plan, search=stats)
 
 
 def _may_pay(plan: Plan, request: PlanRequest) -> bool:
     if plan.memory.peak < NEARLY_FULL * plan.memory.capacity:
         return False
-    if plan.search.unlimited_s:
-        return plan.memory_costs > WORTH_A_SEARCH
+    if unlimited_s := plan.search.unlimited_s:
+        # Nothing that leaves a device makes a step faster than room for all of it does.
+        return (1 - LEAST_GAIN) * plan.step_s > unlimited_s
     return _sharded_bytes(request) > MUCH_OF_STATES * plan.memory.capacity
+
+
+def _pays_in_stages(plan: Plan) -> bool:
+    return not plan.search.unlimited_s or plan.memory_costs > WORTH_STAGES
 
 
 def within(request: PlanRequest, num_bytes: int) -> PlanRequest:

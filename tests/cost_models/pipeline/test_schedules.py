@@ -12,6 +12,7 @@ from meshfold.cost_models.pipeline.schedules import (
     V_ORDERS,
     Schedule,
     ScheduleKind,
+    counted_in_flight,
     measured_in_flight,
     resident_by_virtual_stage,
 )
@@ -185,6 +186,15 @@ def test_microbatches_behind_their_backward_are_counted_apart(kind, p, v, groups
             assert any(all(a >= b for a, b in zip(o, moment, strict=True)) for o in apart)
         most = max(sum(n) for n in apart)
         assert most == max(map(sum, together[device]))
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 5, 8])
+def test_moments_of_a_split_backward_are_those_that_its_order_has(p):
+    for m in range(1, 3 * p + 4):
+        for extra in range(p):
+            schedule = Schedule(ScheduleKind.ZERO_BUBBLE, p, m, extra_warm_up=extra)
+            counted = resident_by_virtual_stage(schedule, weights_apart=True)
+            assert counted_in_flight(schedule) == counted, str(schedule)
 
 
 def test_pins_name_every_schedule():

@@ -16,10 +16,12 @@ from meshfold.ir.plan import Plan, TimeEstimate
 from meshfold.passes.planner.assembly import PlanRequest
 from meshfold.passes.planner.check import price_plan
 from meshfold.passes.planner.offload import (
+    IN_STAGES,
     LEAST_GAIN,
     NEEDS_DISK,
     NEEDS_OFFLOAD,
     PAYS_OFFLOAD,
+    WORTH_STAGES,
     must_offload,
     offloaded_if_faster,
 )
@@ -79,7 +81,8 @@ def taking(found: Plan, step_s: float) -> Plan:
     ("costs", "fills", "options", "is_searched"),
     [
         (0.5, 0.99, {}, True),
-        (0.1, 0.99, {}, False),
+        (0.1, 0.99, {}, True),
+        (0.05, 0.99, {}, False),
         (0.5, 0.7, {}, False),
         (0.5, 0.99, {"pins": {"offload": "none"}}, False),
         (0.5, 0.99, {"allow_offload": True}, False),
@@ -100,7 +103,20 @@ def test_offload_is_searched_where_memory_makes_a_plan_slow(
     for wider in asked:
         assert wider.options.allow_offload and not wider.explains
         assert wider.beat_s == max(first.step_s, first.time.step_s)
+        assert wider.in_one_pass == (costs < WORTH_STAGES)
     assert found if is_searched else found == (first,)
+
+
+def test_a_plan_of_one_pass_alone_says_that_stages_were_left_out() -> None:
+    first = slow_plan(0.1, 0.99)
+    of = request(cluster_with_hosts(1))
+    (found,) = offloaded_if_faster(of, (first,), lambda _: (taking(first, first.step_s / 2),))
+    assert found.search.left_out[IN_STAGES] == first.search.num_leaves
+    lower = replace(first, search=replace(first.search, lower_bound_s=first.step_s / 8))
+    (found,) = offloaded_if_faster(of, (lower,), lambda _: (taking(first, first.step_s / 2),))
+    assert found.search.lower_bound_s == first.step_s / 8, "what fits without may be faster still"
+    stages = request(cluster_with_hosts(2), pins={"pp": 2})
+    assert offloaded_if_faster(stages, (first,), lambda _: ()) == (first,)
 
 
 def test_offload_that_gains_little_or_finds_nothing_leaves_the_plan() -> None:
