@@ -58,6 +58,7 @@ class BoundarySearch:
         self._device_bounds = device_bounds_of(problem, schedule)
         self._moments = counted_in_flight(schedule)
         self._kinds = list(zip(self._moments, problem.memory_bytes.tolist(), strict=True))
+        tables.share(self._moments)
         self._max_solved = max_solved
         self._limit_s = float("inf")
         self._left: Bound | None = None

@@ -18,7 +18,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from meshfold.passes.run.hull import FloatArray, IntArray, lower_hull
-from meshfold.passes.stages.problem import InFlight, LayerCosts, StageProblem
+from meshfold.passes.stages.problem import LayerCosts, Moments, StageProblem
 
 MAX_PRICES = 48
 """Prices tried per table; more of them only tighten the bound."""
@@ -30,14 +30,15 @@ MAX_THRESHOLDS = 6
 def relaxed_s(
     problem: StageProblem,
     objectives_s: Sequence[FloatArray],
-    in_flight: InFlight,
+    moments: Moments,
     budget_bytes: int,
     width: int,
     max_thresholds: int = MAX_THRESHOLDS,
 ) -> FloatArray:
     """T of the module docstring, shape (L + 1, width + 1): row a, column c layers.
 
-    objectives_s: per run, seconds of each strategy. max_thresholds: groups of transients.
+    objectives_s: per run, seconds of each strategy. moments: every layer keeps the least of these.
+    max_thresholds: groups of transients.
     Infinite where even the least memory does not
     fit, beyond the end of the chain, and in column 0.
     """
@@ -45,8 +46,8 @@ def relaxed_s(
     best = np.full((problem.num_layers + 1, width + 1), np.inf)
     for threshold, least in transient_groups(layers, max_thresholds):
         allowed = [layer.transient_bytes <= threshold for layer in layers]
-        memory = [layer.bytes_with(in_flight) for layer in layers]
-        room = budget_bytes - least - in_flight[0] * problem.resident_bytes
+        memory = [np.min([x.bytes_with(n) for n in moments], axis=0) for x in layers]
+        room = budget_bytes - least - min(n for n, *_ in moments) * problem.resident_bytes
         np.minimum(best, _bounds_s(problem, objectives_s, memory, allowed, room, width), out=best)
     best[:, 0] = np.inf
     return best

@@ -4,6 +4,7 @@ Shared by all schedules of one search: a stage is the same under each that keeps
 microbatches in flight.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from meshfold.passes.run.hull import FloatArray
 from meshfold.passes.stages.bounds import Arcs, Indices
 from meshfold.passes.stages.problem import Moments, StageProblem
-from meshfold.passes.stages.relaxation import relaxed_s
+from meshfold.passes.stages.relaxation import MAX_THRESHOLDS, relaxed_s
 from meshfold.passes.stages.solved import SolvedStage, StageSolver
 
 Kind = tuple[Moments, int]
@@ -32,6 +33,11 @@ COARSE_THRESHOLDS = 2
 """Groups of transients that coarse tables tell apart."""
 
 
+NEIGHBOURS = 4
+"""Devices that share a table where the backward is split. Chosen: alone each takes most of the time
+of a search."""
+
+
 class StageTables:
     """Tables of stages of up to `width` layers, computed on demand.
 
@@ -48,6 +54,8 @@ class StageTables:
         even = problem.num_layers / problem.num_devices
         self.width = min(problem.num_layers, int(1.5 * even) + 2)
         self._tables: dict[Kind, Table] = {}
+        self._relaxed: dict[Kind, tuple[FloatArray, FloatArray]] = {}
+        self._alike: dict[Moments, Moments] = {}
         self._exact: dict[tuple[Kind, int, int], float] = {}
 
     def table(self, kind: Kind) -> Table:
@@ -56,29 +64,47 @@ class StageTables:
             lower = (tuple(map(_rounded_down, in_flight)) for in_flight in kind[0])
             kind = tuple(dict.fromkeys(lower)), kind[1]
         if kind not in self._tables:
-            costs = [run.layer for run in self.problem.runs]
-            at = self.problem.fullest(kind[0]), kind[1]
-            if self.is_coarse:
-                totals = [layer.total_s for layer in costs]
-                values = relaxed_s(self.problem, totals, *at, self.width, COARSE_THRESHOLDS)
-                self._tables[kind] = Table(values, values)
-                return self._tables[kind]
-            objectives = [self.solver.objective_s(layer) for layer in costs]
-            full = relaxed_s(self.problem, objectives, *at, self.width)
-            plain = full
-            if self.has_sync:
-                totals = [layer.total_s for layer in costs]
-                plain = relaxed_s(self.problem, totals, *at, self.width)
-            self._tables[kind] = Table(plain, full)
+            plain, full = self._relaxed_s(kind)
+            # What exact stages show is of this kind alone.
+            own = full if self._alike.get(kind[0]) is None else full.copy()
+            self._tables[kind] = Table(own if plain is full else plain, own)
             for (of_kind, first, end), seconds in self._exact.items():
                 if of_kind == kind:
                     self._raise(kind, first, end, seconds)
         return self._tables[kind]
 
+    def share(self, of_devices: Sequence[Moments]) -> None:
+        """Neighbours of these devices share tables of what all of them keep at least, where the
+        backward is split: none keeps as many as another."""
+        if all(len(in_flight) == 1 for moments in of_devices for in_flight in moments):
+            return
+        for at in range(0, len(of_devices), NEIGHBOURS):
+            group = of_devices[at : at + NEIGHBOURS]
+            least = tuple(self.problem.fullest(moments) for moments in group)
+            for moments in group:
+                self._alike.setdefault(moments, least)
+
+    def _relaxed_s(self, kind: Kind) -> tuple[FloatArray, FloatArray]:
+        """Seconds without sync_s, and with it; one array where they are the same."""
+        moments = self._alike.get(kind[0]) or (self.problem.fullest(kind[0]),)
+        key = moments, kind[1]
+        if key not in self._relaxed:
+            costs = [run.layer for run in self.problem.runs]
+            objectives = [self.solver.objective_s(layer) for layer in costs]
+            totals = [layer.total_s for layer in costs]
+            thresholds = COARSE_THRESHOLDS if self.is_coarse else MAX_THRESHOLDS
+            of = *key, self.width, thresholds
+            plain = full = relaxed_s(self.problem, totals if self.is_coarse else objectives, *of)
+            if self.has_sync:
+                plain = relaxed_s(self.problem, totals, *of)
+            self._relaxed[key] = plain, full
+        return self._relaxed[key]
+
     def widen(self) -> None:
         """Twice as many layers per stage, up to all."""
         self.width = min(self.problem.num_layers, 2 * self.width)
         self._tables.clear()
+        self._relaxed.clear()
 
     def beyond_s(self, kind: Kind, first: int | None) -> float:
         """No stage of more than `width` layers is faster, all of them or those from `first` on."""

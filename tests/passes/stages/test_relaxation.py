@@ -24,7 +24,7 @@ def test_bounds_every_exact_stage(seed, in_flight, budget):
     solver = StageSolver(problem)
     objectives = [solver.objective_s(run.layer) for run in problem.runs]
     width = problem.num_layers
-    table = relaxed_s(problem, objectives, (in_flight,), budget, width)
+    table = relaxed_s(problem, objectives, ((in_flight,),), budget, width)
     for first in range(problem.num_layers):
         for end in range(first + 1, problem.num_layers + 1):
             solved = solver.solve(first, end, ((in_flight,),), budget)
@@ -69,7 +69,7 @@ def test_is_the_linear_relaxation():
             for run in runs
         ]
         expected = float(lp_values(types, budget))
-        found = relaxed_s(problem, objectives, (2,), budget, 7)[0, 7]
+        found = relaxed_s(problem, objectives, ((2,),), budget, 7)[0, 7]
         assert found == pytest.approx(expected, rel=1e-12)
 
 
