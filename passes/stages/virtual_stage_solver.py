@@ -60,12 +60,18 @@ class _Device:
 
 
 class VirtualStageSolver:
-    """Solves the devices of one schedule and keeps what it has solved."""
+    """Solves the devices of one schedule and keeps what it has solved. in_flight: of
+    counted_in_flight, where it is at hand."""
 
-    def __init__(self, problem: StageProblem, schedule: Schedule) -> None:
+    def __init__(
+        self,
+        problem: StageProblem,
+        schedule: Schedule,
+        in_flight: Sequence[Sequence[InFlight]] = (),
+    ) -> None:
         self.problem = problem
         self.schedule = schedule
-        self.in_flight = counted_in_flight(schedule)
+        self.in_flight = in_flight or counted_in_flight(schedule)
         self._vectors = [np.array(vectors) for vectors in self.in_flight]
         self._problems: dict[tuple[object, ...], StageProblem] = {}
         self._bounds: dict[tuple[object, ...], float] = {}

@@ -126,7 +126,7 @@ class VirtualStageSearch:
         for at in np.argsort(step_s, kind="stable").tolist():
             alone = replace(runs[longest], layer=costs.only(at))
             of = replace(self.problem, runs=(*runs[:longest], alone, *runs[longest + 1 :]))
-            yield VirtualStageSolver(of, self.schedule)
+            yield VirtualStageSolver(of, self.schedule, self.solver.in_flight)
 
     def plan(self, lower_s: float, capped: bool) -> PipelinePlan:
         """The best plan found."""

@@ -1,6 +1,8 @@
 """Interleaved stages against brute force over all divisions and strategies; memory; the
 certificate."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -23,6 +25,7 @@ from meshfold.errors import OptionError
 from meshfold.passes.stages.problem import LayerRun, StageProblem
 from meshfold.passes.stages.solved import step_ends_s
 from meshfold.passes.stages.virtual_stage_solver import VirtualStageSolver
+from meshfold.passes.stages.virtual_stages import VirtualStageSearch, even_divisions
 
 ROUNDING = 1e-9
 
@@ -74,6 +77,40 @@ def test_only_slower_divisions_are_left_unsolved(seed):
             is_left = VirtualStageSolver(problem, schedule).stages(boundaries, beat_s) is None
             assert not is_left or step_s >= beat_s * (1 - ROUNDING)
             assert solver.stages(boundaries, step_s * (1 + ROUNDING)) is not None
+
+
+def about_a_layer_a_stage(seed):
+    """A problem whose stages have a layer each but for two, and its schedule."""
+    draws = np.random.default_rng(seed)
+    p, v = [(4, 4), (8, 4), (8, 2), (4, 8)][seed % 4]
+    num_layers, m = p * v + int(draws.integers(0, 3)), p * int(draws.integers(1, 4))
+    runs = (
+        LayerRun(layer_costs("embedding", draws, 3), 1),
+        LayerRun(layer_costs("layer", draws, 6, sync=seed % 3 == 0), num_layers - 2),
+        LayerRun(layer_costs("head", draws, 3), 1),
+    )
+    memory_bytes, hop_s = int(draws.integers(60, 90 * v)), float(draws.integers(0, 3))
+    problem = StageProblem.build(
+        runs, num_stages=p, num_microbatches=m, memory_bytes=memory_bytes, hop_s=hop_s
+    )
+    return problem, Schedule(ScheduleKind.INTERLEAVED, p, m, v)
+
+
+@pytest.mark.parametrize("seed", [48, 49, 57, 95, 129, 150, 191, *range(12)])
+def test_no_layers_that_are_all_alike_are_faster(seed):
+    """In even stages, where the search starts."""
+    problem, schedule = about_a_layer_a_stage(seed)
+    search = VirtualStageSearch(problem, schedule)
+    search.find(np.inf)
+    first, layer, last = problem.runs
+    (*_, even) = even_divisions(np.ones(problem.num_layers), schedule.num_stages)
+    for at in range(len(layer.layer.strategies)):
+        runs = (first, replace(layer, layer=layer.layer.only(at)), last)
+        stages = VirtualStageSolver(replace(problem, runs=runs), schedule).stages(even)
+        if stages is not None:
+            hop_s = problem.hop_s[[stage.first for stage in stages[1:]]]
+            step_s = float(step_ends_s(schedule, stages, hop_s).max())
+            assert search.step_s <= step_s * (1 + ROUNDING)
 
 
 @pytest.mark.slow
