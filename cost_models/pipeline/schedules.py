@@ -269,23 +269,14 @@ def counted_in_flight(schedule: Schedule) -> tuple[tuple[tuple[int, ...], ...], 
     """resident_by_virtual_stage as a search of stages counts: microbatches between B and W apart
     where the backward is split."""
     if schedule.num_virtual_stages == 1 and schedule.splits_backward:
-        return tuple(map(_split_moments, *_split_sizes(schedule)))
+        pairs = zip(schedule.warm_up, schedule.weight_delay, strict=True)
+        return tuple(_split_moments(*pair, schedule.num_microbatches) for pair in pairs)
     return resident_by_virtual_stage(schedule, weights_apart=schedule.splits_backward)
 
 
-def _split_sizes(
-    schedule: Schedule,
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """(w_i, delay of W, microbatches) of every device."""
-    return (
-        schedule.warm_up,
-        schedule.weight_delay,
-        (schedule.num_microbatches,) * schedule.num_devices,
-    )
-
-
 def _split_moments(warm: int, delay: int, m: int) -> tuple[tuple[int, ...], ...]:
-    """(before the end of B, between B and W) of one stage at its fullest moments, in closed form:
+    """(before the end of B, between B and W) of one stage at its fullest moments, that with most
+    before the end of B last, in closed form:
     behind F(w + k) there are w + 1 and min(k, delay), behind B(k) one less and one more; from
     k = m - w on no forwards come any more, and until k = delay no W."""
     late = [(m - k - 1, k + 1) for k in range(m - warm, min(delay, m - 1) + 1)]

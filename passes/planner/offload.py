@@ -109,7 +109,7 @@ def offloaded_if_faster(
 
 def _beside(first: Plan, plan: Plan) -> Plan:
     """`plan`, of the search in one pass alone, with what the search of `first` has proven of all
-    without offload."""
+    without offload. Left out is counted in choices of that search, which might have offload."""
     earlier = first.search
     stats = replace(
         plan.search,

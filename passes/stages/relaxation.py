@@ -1,7 +1,8 @@
 """Lower bounds on the time of every possible stage at once.
 
 A stage is the layers [a, a + c) with k microbatches in flight under M bytes. At any price x >= 0 of
-a byte, with phi_l(x) = min over strategies s of layer l of  t_s + x (state_s + k act_s),
+a byte, with phi_l(x) = min over strategies s of layer l of  t_s + x (state_s + k act_s), where act
+includes what is put off to W,
 
     T[a, c] = max_x  sum_{a <= l < a+c} phi_l(x) - x (M - k resident[a])                 (relaxed_s)
 

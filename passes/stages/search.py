@@ -151,12 +151,10 @@ def _coarse_bound_s(
 
 def _least_in_flight(schedules: Sequence[Schedule]) -> list[Moments]:
     """By device, one moment that every one of the schedules has no fewer in flight at."""
-    firsts = [[moments[-1] for moments in counted_in_flight(s)] for s in schedules]
-    most = min(len(in_flight) for of_schedule in firsts for in_flight in of_schedule)
-    of_devices = zip(*firsts, strict=True)
+    # Where one does not split the backward, zip leaves out what others have between B and W.
+    each = [[moments[-1] for moments in counted_in_flight(s)] for s in schedules]
     return [
-        (tuple(min(column) for column in zip(*(x[:most] for x in each), strict=True)),)
-        for each in of_devices
+        (tuple(map(min, zip(*of_device, strict=False))),) for of_device in zip(*each, strict=True)
     ]
 
 

@@ -1,4 +1,5 @@
-"""Exact stages: the best strategies of the layers [a, b) with k microbatches in flight under M.
+"""Exact stages: the best strategies of the layers [a, b) under M, with as many microbatches in
+flight as at one moment; those of several moments follow from these (StageSolver.solve).
 
 The run level (passes/run/search.py) chooses how many layers take which strategy. Where transients
 differ, the largest one a stage may have is tried from all that occur, in order of the

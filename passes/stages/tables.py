@@ -66,7 +66,7 @@ class StageTables:
         if kind not in self._tables:
             plain, full = self._relaxed_s(kind)
             # What exact stages show is of this kind alone.
-            own = full if self._alike.get(kind[0]) is None else full.copy()
+            own = full.copy()
             self._tables[kind] = Table(own if plain is full else plain, own)
             for (of_kind, first, end), seconds in self._exact.items():
                 if of_kind == kind:
