@@ -248,7 +248,7 @@ class SimulatedStep:
     contention_s: Seconds
     """What compute loses to collectives that overlap with it."""
     exposed_s: Seconds
-    """What compute waits for collectives."""
+    """What compute waits for collectives; in a pipeline for the link to the host, too."""
     overlap: tuple[OverlapRow, ...]
     peak_bytes: Bytes
     """With microbatches that of the memory model, which is not simulated; peak_s is 0 then."""

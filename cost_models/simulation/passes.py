@@ -22,6 +22,10 @@ class SimulatedPass:
     def seconds(self) -> float:
         return self.compute_s + self.contention_s + self.exposed_s
 
+    def waiting(self, seconds: float) -> "SimulatedPass":
+        """The pass with another wait of so many seconds."""
+        return replace(self, exposed_s=self.exposed_s + seconds)
+
 
 def simulate_passes(events: StepEvents) -> tuple[SimulatedPass, SimulatedPass]:
     """The forward and the backward of a stage, without the optimizer's update. Gathered parameters

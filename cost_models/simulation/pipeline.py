@@ -15,6 +15,8 @@ and the passes follow each other as the schedule orders them, with transfers bet
 (meshfold.cost_models.pipeline.edge_microbatches). Once per step come, on every device, the sum of
 gradients that several devices hold, which starts when all of them are ready, then the sum of the
 loss over dp, on the device that makes it, and the update.
+The link to the host has no timeline: what passes, and the end of the step, wait for it is given
+(HostWaits), as for a step in one pass.
 512 microbatches of 64 stages take 0.2 CPU seconds.
 """
 
@@ -43,6 +45,16 @@ ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
+class HostWaits:
+    """Seconds that compute waits for the link to the host: with every forward, with every backward,
+    and once per step."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    once_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class StageEvents:
     """What one stage does with a microbatch. Seconds are those of one rank."""
 
@@ -60,6 +72,7 @@ class StageEvents:
     """Once per step: the optimizer."""
     put_off: tuple[PutOffBytes, ...] = ()
     """What each instance leaves of a microbatch for W."""
+    host: HostWaits = HostWaits()
 
 
 @dataclass(frozen=True)
@@ -106,17 +119,33 @@ def simulate_stages(stages: Sequence[StageEvents], schedule: Schedule) -> list[S
         if stage.weight_s:
             _, bare = simulate_passes(_without_reductions(stage.inner))
             input_gradients_s = bare.seconds - min(stage.weight_s, bare.compute_s)
-        found.append(
-            StagePasses(
-                ahead.found if ahead else first_forward,
-                ahead,
-                forward,
-                backward,
-                last_backward,
-                input_gradients_s,
-            )
+        passes_of = StagePasses(
+            ahead.found if ahead else first_forward,
+            ahead,
+            forward,
+            backward,
+            last_backward,
+            input_gradients_s,
         )
+        found.append(_with_host(passes_of, stage.host))
     return found
+
+
+def _with_host(passes: StagePasses, host: HostWaits) -> StagePasses:
+    """Each pass with what it waits for the link to the host, before the gradients that a backward
+    sends."""
+    if host == HostWaits():
+        return passes
+    ahead = passes.ahead
+    forward_s, backward_s = host.forward_s, host.backward_s
+    return StagePasses(
+        passes.first_forward.waiting(forward_s),
+        replace(ahead, at_once_s=ahead.at_once_s + forward_s) if ahead else None,
+        passes.forward.waiting(forward_s),
+        passes.backward.waiting(backward_s),
+        passes.last_backward.waiting(backward_s),
+        passes.input_gradients_s + (backward_s if passes.input_gradients_s else 0.0),
+    )
 
 
 def _without_reductions(events: StepEvents) -> StepEvents:
@@ -148,12 +177,13 @@ def simulate_pipeline(
     update_s = np.array([launch_s + sum(stages[s].update_s for s in own) for own in numbers])
     holds = tied_s > 0
     ready_s = np.where(holds, ends_s.max(where=holds, initial=0.0), ends_s)
-    done_s = ready_s + tied_s + loss_s + update_s
+    host_s = np.array([sum(stages[s].host.once_s for s in own) for own in numbers])
+    done_s = ready_s + tied_s + loss_s + host_s + update_s
     last = int(np.argmax(done_s))
     own = [passes[s] for s in numbers[last]]
     step = _sum(schedule, own, [float(ends.held_s[s]) for s in numbers[last]])
     compute_s = step.compute_s + float(update_s[last])
-    exposed_s = step.exposed_s + float(tied_s[last] + loss_s[last])
+    exposed_s = step.exposed_s + float(tied_s[last] + loss_s[last] + host_s[last])
     bubble_s = float(done_s[last]) - compute_s - step.contention_s - exposed_s
     return replace(
         step,

@@ -23,6 +23,11 @@ from dataclasses import dataclass
 from meshfold.ir.step_events import CollectiveEvent, OverlapRow
 
 
+def overlapped_s(first_s: float, second_s: float, slowdown: float) -> float:
+    """Seconds of compute and a collective that begin together."""
+    return max(first_s, second_s) + (slowdown - 1) * min(first_s, second_s)
+
+
 @dataclass(slots=True)
 class Transfer:
     """A collective on its link. issued_s: when it was started by compute; start_s, end_s: when the

@@ -13,6 +13,7 @@ is a bound of the program as the search wrote it.
 
 from collections.abc import Iterable, Mapping
 
+from meshfold.cost_models.simulation.streams import overlapped_s
 from meshfold.passes.one_pass.priced import Priced, order_of
 from meshfold.passes.one_pass.record import MeshRecord
 from meshfold.passes.one_pass.shortlist import Shortlisted, simulated, simulated_step_s
@@ -26,8 +27,7 @@ LEAST_GAIN = 5e-3
 
 def least_step_s(compute_s: float, by_link_s: Mapping[str, float], slowdown: float) -> float:
     """Seconds of a step with so many of kernels and on each link, whatever overlaps."""
-    most_s = max(by_link_s.values(), default=0.0)
-    return max(compute_s, most_s) + (slowdown - 1) * min(compute_s, most_s)
+    return overlapped_s(compute_s, max(by_link_s.values(), default=0.0), slowdown)
 
 
 def promised_s(priced: Priced, slowdown: float) -> float:

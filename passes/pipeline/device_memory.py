@@ -2,7 +2,7 @@
 
 The passes are simulated (cost_models/simulation/stage_memory.py). The search adds up instead: all
 that is in flight at its most, all gradients, and the layer that works with most; with layers that
-offload, which have no events, so does this.
+offload so does this: what passes have in memory knows no copies and gradients on their way.
 """
 
 from dataclasses import replace
@@ -34,7 +34,7 @@ MICROBATCH_SCALAR_BYTES = 8
 def device_memory(typed: TypedPipeline, device: int) -> MemoryEstimate:
     """By component, at the worst moment of the device."""
     problem, schedule = typed.found.problem, typed.found.plan.schedule
-    if typed.events_are_missing:
+    if typed.is_offloaded:
         return _added_up(typed, device)
     states = _states(typed, device)
     stages = {s: _memory(typed, s) for s in schedule.stages_of(device)}
@@ -56,7 +56,7 @@ def device_memory(typed: TypedPipeline, device: int) -> MemoryEstimate:
 
 def microbatch_bytes(typed: TypedPipeline, stage: int) -> int:
     """Activations that a stage keeps of one microbatch, with what comes from the stage before."""
-    if typed.events_are_missing:
+    if typed.is_offloaded:
         return _microbatch_bytes(typed, stage)
     return _memory(typed, stage).use.residents.kept
 

@@ -5,15 +5,16 @@ microbatch (split/microbatch.py, batch / (dp x microbatches)): whatever dp and p
 kernels, its collectives on ep, cp and tp and what it keeps are the same (PipelineLayer, the dear
 part, shared). Data parallelism and ZeRO are arithmetic on top (strategy_costs):
 
-    per microbatch   forward    max(f + c, g)             f, b kernels, c collectives in the graph,
-                     backward   max(b + c, g + d_shard)   g gather, under ZeRO-3 alone
+    per microbatch   forward    max(f + c, g) + first             f, b kernels, c collectives in the
+                     backward   max(b + c, g + d_shard) + first   graph, g gather, ZeRO-3 alone
     once per step    sync       max(0, g_once - (f + c)) + max(0, d_unsharded - (b + c))
                                 + first + d_tied + loss + optimizer
 
 What is gathered and reduced when is said in parameters.py: every backward overlaps
 d_shard, the last one d_unsharded, the first forward g_once. The first layer of a stage has nothing
-to hide its reduction and its gather behind; so that a step stays a sum over layers,
-each is charged its share of one layer in L / p (first). Stages behind the first one gather while
+to hide its reduction and its gather behind, in any pass; so that a step stays a sum over layers,
+each is charged its share of one layer in L / p (first: g, g + d_shard, g_once + d_unsharded).
+Stages behind the first one gather while
 they wait for their first microbatch; they are charged all the same, at their own end, which is
 seldom the last. Sums of shards over replicas (HSDP under ZeRO 2 and 3) come behind the last
 backward, which hides nothing of them, unless it is the only one. Copies into and out of the buffers
@@ -72,6 +73,18 @@ class PipelineLayer:
     loss_bytes: int
 
 
+@dataclass(frozen=True)
+class LayerWaits:
+    """What a layer waits for the link to the host beyond kernels and collectives, seconds: with
+    every forward and backward of a microbatch, the first layer of each for first_s more, and once
+    per step."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    first_s: float = 0.0
+    once_s: float = 0.0
+
+
 @dataclass(frozen=True, eq=False)
 class StrategyCosts:
     """One layer under one strategy, per microbatch unless a field says per step."""
@@ -101,7 +114,7 @@ class StrategyCosts:
     """g_once and d_unsharded, per step."""
 
     exposed_s: float
-    """What nothing hides of once_s and of the first layer's gather, per step."""
+    """What nothing hides of once_s, per step."""
 
     tied_s: float
     """Seconds per step."""
@@ -123,6 +136,9 @@ class StrategyCosts:
 
     host: HostUse = field(default_factory=HostUse, kw_only=True)
     """Parameters, gradients and optimizer states."""
+
+    waits: LayerWaits = field(default_factory=LayerWaits, kw_only=True)
+    """Among forward_s, backward_s and exposed_s."""
 
     activation_bytes: int
     put_off_bytes: int
@@ -186,22 +202,45 @@ class StageContext:
 
 
 @dataclass(frozen=True)
-class MicrobatchSeconds:
-    """A microbatch of one layer: kernels and collectives in the graph; what ZeRO gathers and
-    reduces beside them; both, overlapped."""
+class Busy:
+    """One direction of a microbatch of one layer: kernels, and collectives in the graph that they
+    wait for. slowdown: of kernels and what overlaps them."""
 
-    busy_forward_s: float
-    busy_backward_s: float
+    kernels_s: float
+    graph_s: float
+    slowdown: float
+
+    @property
+    def seconds(self) -> float:
+        return self.kernels_s + self.graph_s
+
+    def beside_s(self, moved_s: float) -> float:
+        """Seconds with so many of collectives beside it, of which kernels have their share."""
+        return max(self.seconds, moved_s) + self.contention_s(moved_s)
+
+    def contention_s(self, moved_s: float) -> float:
+        """What it is slower beside these (cost_models/simulation/streams.py)."""
+        both_s = min(self.seconds, moved_s)
+        return (self.slowdown - 1) * both_s * self.kernels_s / self.seconds if both_s else 0.0
+
+
+@dataclass(frozen=True)
+class MicrobatchSeconds:
+    """A microbatch of one layer: both directions; what ZeRO gathers and reduces beside them; both,
+    overlapped."""
+
+    forward: Busy
+    backward: Busy
     gather_s: float
     shard_reduce_s: float
 
     @property
     def forward_s(self) -> float:
-        return max(self.busy_forward_s, self.gather_s)
+        return self.forward.beside_s(self.gather_s)
 
     @property
     def backward_s(self) -> float:
-        return max(self.busy_backward_s, self.gather_s + self.shard_reduce_s)
+        return self.backward.beside_s(self.gather_s + self.shard_reduce_s)
 
 
 def microbatch_seconds(
@@ -210,9 +249,11 @@ def microbatch_seconds(
     """What a microbatch of `layer` takes under `strategy`."""
     price = layer.region.price(strategy.recompute)
     placed = context.place(layer.parameters, strategy.zero)
+    slowdown = context.costs.cluster.overlap_slowdown
+    forward_s, backward_s = price.forward_s, price.backward_s
     return MicrobatchSeconds(
-        price.forward_s + price.graph_forward_s + placed.copies_forward_s,
-        price.backward_s + price.graph_backward_s + placed.copies_backward_s,
+        Busy(forward_s + placed.copies_forward_s, price.graph_forward_s, slowdown),
+        Busy(backward_s + placed.copies_backward_s, price.graph_backward_s, slowdown),
         context.buckets_s(placed, "all_gather"),
         context.buckets_s(placed, "reduce_scatter"),
     )
@@ -226,7 +267,7 @@ def strategy_costs(
     price, memory = layer.region.price(strategy.recompute), layer.region.memory(strategy.recompute)
     sums = context.place(layer.parameters, strategy.zero)
     seconds = microbatch_seconds(layer, strategy, context)
-    forward_s, backward_s = seconds.busy_forward_s, seconds.busy_backward_s
+    forward, backward = seconds.forward, seconds.backward
     gather_s, shard_reduce_s = seconds.gather_s, seconds.shard_reduce_s
     gather_once_s, reduce_s, all_reduce_s = (
         context.buckets_s(sums, kind, is_once=True)
@@ -237,21 +278,23 @@ def strategy_costs(
     gathered_once_bytes = sums.num_bytes("all_gather", is_once=True)
     update = sums.trained.update
     whole_s = optimizer_s(update, context.costs)
-    late_s = max(0.0, reduce_s - backward_s) + max(0.0, gather_once_s - forward_s)
-    first_s = reduce_s + gather_once_s - late_s + gather_s + shard_reduce_s
+    late_s = max(0.0, reduce_s - backward.seconds) + max(0.0, gather_once_s - forward.seconds)
+    slower_s = backward.contention_s(reduce_s) + forward.contention_s(gather_once_s)
+    share = context.first_share
+    first_s = reduce_s + gather_once_s - late_s
     activation_bytes = memory.saved_bytes + output_bytes
     costs = StrategyCosts(
         strategy=strategy,
-        compute_forward_s=price.forward_s + sums.copies_forward_s,
-        compute_backward_s=price.backward_s + sums.copies_backward_s,
-        forward_s=seconds.forward_s,
-        backward_s=seconds.backward_s,
+        compute_forward_s=forward.kernels_s,
+        compute_backward_s=backward.kernels_s,
+        forward_s=seconds.forward_s + share * gather_s,
+        backward_s=seconds.backward_s + share * (gather_s + shard_reduce_s),
         weight_s=layer.weight_s,
         gather_s=gather_s,
         shard_reduce_s=shard_reduce_s,
         graph_s=price.communication_s,
         once_s=gather_once_s + reduce_s + trailing_s,
-        exposed_s=late_s + trailing_s + sums.copies_once_s + context.first_share * first_s,
+        exposed_s=late_s + slower_s + trailing_s + sums.copies_once_s + share * first_s,
         tied_s=sum(context.over_holders(size, holders) for size, holders in sums.tied),
         loss_s=context.over("all_reduce", layer.loss_bytes, data_axes(context.mesh)),
         optimizer_s=whole_s - context.costs.launch_s if sums.trained.updated else 0.0,
@@ -265,7 +308,7 @@ def strategy_costs(
         gathered_bytes=2 * sums.num_bytes("all_gather"),
         workspace_bytes=sums.workspace_bytes(memory),
     )
-    return costs if strategy.offload == "none" else _on_host(costs, sums, context)
+    return costs if strategy.offload == "none" else _on_host(costs, seconds, sums, context)
 
 
 def _trailing_s(sums: LayerParameters, strategy: UniformStrategy, context: StageContext) -> float:
@@ -281,9 +324,11 @@ def _trailing_s(sums: LayerParameters, strategy: UniformStrategy, context: Stage
     )
 
 
-def _on_host(here: StrategyCosts, sums: LayerParameters, context: StageContext) -> StrategyCosts:
+def _on_host(
+    here: StrategyCosts, seconds: MicrobatchSeconds, sums: LayerParameters, context: StageContext
+) -> StrategyCosts:
     """The costs where the host stores the parameters and updates them. What stays of the optimizer
-    on the device is for parameters that other layers read, too."""
+    on the device is for parameters that other layers read, too. seconds: of `here`."""
     costs = context.costs
     alone, stays = sums.alone, sums.also_elsewhere
     share = sums.trained if context.is_all_on_host else alone
@@ -292,16 +337,23 @@ def _on_host(here: StrategyCosts, sums: LayerParameters, context: StageContext) 
     on_disk = share.update.state_bytes if offload == "disk" else 0
     leaves_s, late_s = costs.host_s(sums.leaving), costs.host_s(share.updated - sums.leaving)
     again_s, comes_s = costs.host_s(by_layer), costs.host_s(share.copied - by_layer)
-    first_s = context.first_share * again_s
+    waits = LayerWaits(
+        max(0.0, seconds.gather_s + again_s - seconds.forward_s),
+        max(0.0, max(seconds.gather_s + again_s, leaves_s) - seconds.backward_s),
+        again_s,
+        comes_s + late_s,
+    )
+    first_s = context.first_share * waits.first_s
     here_s, update_bytes = 0.0, 0
     if stays.updated and not context.is_all_on_host:
         here_s = optimizer_s(stays.update, costs) - costs.launch_s
         update_bytes = min(here.update_bytes, stays.update.step_bytes)
     return replace(
         here,
-        forward_s=max(here.forward_s, here.gather_s + again_s) + first_s,
-        backward_s=max(here.backward_s, here.gather_s + again_s, leaves_s) + first_s,
-        exposed_s=here.exposed_s + comes_s + late_s,
+        forward_s=here.forward_s + waits.forward_s + first_s,
+        backward_s=here.backward_s + waits.backward_s + first_s,
+        exposed_s=here.exposed_s + waits.once_s,
+        waits=waits,
         optimizer_s=here_s + host_optimizer_s(share.update, costs, on_disk=on_disk > 0),
         parameter_bytes=sums.stored - share.updated + share.copied - by_layer,
         gradient_bytes=sums.gradients - sums.leaving,

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from meshfold.cost_models.hardware.mesh_placement import build_mesh
 from meshfold.cost_models.memory.step_memory import InstanceMemory
-from meshfold.cost_models.simulation.pipeline import StageEvents, simulate_pipeline
+from meshfold.cost_models.simulation.pipeline import HostWaits, StageEvents, simulate_pipeline
 from meshfold.cost_models.simulation.stage_memory import StageMemory
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.plan import ConversionRecord
@@ -131,8 +131,8 @@ class TypedPipeline:
         return model.instances(self.split, self.typings, reads=self.reads)
 
     @property
-    def events_are_missing(self) -> bool:
-        """Whether layers offload, which has no events."""
+    def is_offloaded(self) -> bool:
+        """Whether layers offload."""
         return any(x.strategy.offload != "none" for x in self.found.layers)
 
     @cached_property
@@ -166,6 +166,7 @@ class TypedPipeline:
                     tied_s=sum(x.tied_s for x in layers),
                     loss_s=sum(x.loss_s for x in layers),
                     update_s=sum(x.optimizer_s for x in layers),
+                    host=_host_waits(layers),
                 )
             )
         return tuple(found)
@@ -186,12 +187,9 @@ class TypedPipeline:
             return events
         return bucketed_events(events, sizes, self.search.costs, keeps_last=False)
 
-    def simulated_step(self) -> SimulatedStep | None:
-        """The step of the device that ends last; None where layers offload, which has no events."""
-        found = self.found
-        if self.events_are_missing:
-            return None
-        problem = found.problem
+    def simulated_step(self) -> SimulatedStep:
+        """The step of the device that ends last."""
+        found, problem = self.found, self.found.problem
         needs = found.plan.memory_bytes
         return simulate_pipeline(
             found.plan.schedule,
@@ -203,10 +201,18 @@ class TypedPipeline:
 
 
 def simulated_step_s(problems: PipelineProblems, found: PricedPipeline) -> float:
-    """Seconds of the simulated step of `found`, in some 0.05 CPU seconds; added up where layers
-    offload."""
-    step = TypedPipeline(problems, found).simulated_step()
-    return found.step_s if step is None else step.step_s
+    """Seconds of the simulated step of `found`, in some 0.05 CPU seconds."""
+    return TypedPipeline(problems, found).simulated_step().step_s
+
+
+def _host_waits(layers: Sequence[StrategyCosts]) -> HostWaits:
+    """Of the layers of a stage: nothing hides what comes for the first of a forward, or of a
+    backward."""
+    return HostWaits(
+        sum(x.waits.forward_s for x in layers) + layers[0].waits.first_s,
+        sum(x.waits.backward_s for x in layers) + layers[-1].waits.first_s,
+        sum(x.waits.once_s for x in layers),
+    )
 
 
 def rank_pipelines(

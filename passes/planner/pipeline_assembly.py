@@ -137,10 +137,10 @@ class _Writer:
         devices = range(self.found.plan.schedule.num_devices)
         self.memories = [device_memory(typed, device) for device in devices]
 
-    def simulated_step(self) -> SimulatedStep | None:
+    def simulated_step(self) -> SimulatedStep:
         """As of the search, with the peak that the plan states."""
-        step = self.typed.simulated_step()
-        return step and replace(step, peak_bytes=max(memory.peak for memory in self.memories))
+        peak_bytes = max(memory.peak for memory in self.memories)
+        return replace(self.typed.simulated_step(), peak_bytes=peak_bytes)
 
     def stage(self, number: int) -> StagePlan:
         """A stage's runs and costs."""

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 
 from meshfold.cost_models.op_costs.compute import Work, op_work, stated_work
 from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.cost_models.simulation.streams import overlapped_s
 from meshfold.ir.custom_ops import CustomCosts
 from meshfold.ir.op_graph import ITEM_BYTES, Op, OpGraph
 from meshfold.ir.spmd import local_shape
@@ -239,17 +240,13 @@ class OpTimer:
         moved = (2 if comes_round else 3) * num_bytes
         chunk_s = (kernels_s - weights_s) / n + self.costs.compute_s(0, moved, self.dtype)
         pass_s = self.costs.collective_s(SHIFT, num_bytes, (axis,))
-        if comes_round or not is_backward:
-            total_s = chunk_s + (n - 1) * self._overlapped_s(chunk_s, pass_s) + weights_s
-        else:
-            total_s = chunk_s + (n - 2) * self._overlapped_s(chunk_s, pass_s)
-            total_s += self._overlapped_s(chunk_s + weights_s, pass_s)
-        return total_s - kernels_s
-
-    def _overlapped_s(self, first_s: float, second_s: float) -> float:
-        """Compute and a pass at the same time."""
         slowdown = self.costs.cluster.overlap_slowdown
-        return max(first_s, second_s) + (slowdown - 1) * min(first_s, second_s)
+        if comes_round or not is_backward:
+            total_s = chunk_s + (n - 1) * overlapped_s(chunk_s, pass_s, slowdown) + weights_s
+        else:
+            total_s = chunk_s + (n - 2) * overlapped_s(chunk_s, pass_s, slowdown)
+            total_s += overlapped_s(chunk_s + weights_s, pass_s, slowdown)
+        return total_s - kernels_s
 
 
 class OpWorks:
