@@ -106,8 +106,8 @@ class RegionTyping:
     is kept though recomputation is not selective.
 
     Wherever a value's layout (slot or producer) differs from what an op or an output demands, the
-    emitter inserts the conversion that `passes.price.conversions.plan_conversions` gives, one per
-    (value, target layout).
+    emitter inserts the conversion that `passes.price.conversion_trees.plan_conversions` gives, one
+    per (value, target layout).
     """
 
     slots: tuple[Layout, ...]

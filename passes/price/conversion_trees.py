@@ -1,13 +1,63 @@
-"""The conversion trees of a typed region: what layout each demanded layout is converted from."""
+"""The conversion trees of a typed region: what layout each demanded layout is converted from.
 
+A value wanted in several layouts is converted along the cheapest tree: with D the wanted layouts
+and s the native one, over subsets A of D,
+
+    best(A) = min over t in A and u in (A - t) + s of  best(A - t) + cost(u -> t)
+
+(every tree grows by one layout at a time, so this is exact; 2^|D| |D|^2 steps, |D| is a handful).
+"""
+
+from collections.abc import Sequence
 from dataclasses import replace
 
-from meshfold.ir.op_graph import OpGraph, SlotKind
+from meshfold.ir.op_graph import OpGraph, SlotKind, Value
 from meshfold.ir.spmd import Layout
 from meshfold.ir.strategy import RegionTyping
 from meshfold.passes.graph.typed import layouts_of_values
-from meshfold.passes.price.conversions import ConversionCosts, plan_conversions
+from meshfold.passes.price.conversions import ConversionCosts, conversion_cost, has_conversion
 from meshfold.passes.price.parameter_groups import used_layout
+
+_Tree = tuple[int, int, tuple[tuple[int, int], ...]]
+"""(picoseconds, edges that do not start at the native layout, edges)."""
+
+_NO_CONVERSION = 10**24
+"""Picoseconds where there is no conversion."""
+
+
+def plan_conversions(
+    value: Value, native: Layout, demands: Sequence[Layout], costs: ConversionCosts
+) -> tuple[tuple[Layout, Layout], ...]:
+    """The cheapest tree of conversions that gives every demanded layout from `native`.
+
+    Edges (from, to) in emission order: an edge's `from` is `native` or an earlier edge's `to`.
+    Deterministic: of equally cheap trees the one with the most conversions straight from native.
+    """
+    wanted = sorted({d for d in demands if d != native})
+    if len(wanted) < 2:
+        return tuple((native, target) for target in wanted)
+    nodes = [native, *wanted]
+    # Integer picoseconds: sums in another order must not differ in the last bit.
+    price = [
+        [
+            round(conversion_cost(value, u, t, costs).total_s * 1e12)
+            if all(a == b or has_conversion(a, b) for a, b in zip(u, t, strict=True))
+            else _NO_CONVERSION
+            for t in nodes
+        ]
+        for u in nodes
+    ]
+    best: dict[int, _Tree] = {0: (0, 0, ())}
+    everything = range(1, len(nodes))
+    for members in range(1, 2 ** len(wanted)):
+        inside = [t for t in everything if members >> (t - 1) & 1]
+        options: list[_Tree] = []
+        for t in inside:
+            cost, indirect, edges = best[members & ~(1 << (t - 1))]
+            for u in [0, *(u for u in inside if u != t)]:
+                options.append((cost + price[u][t], indirect + (u > 0), (*edges, (u, t))))
+        best[members] = min(options)
+    return tuple((nodes[u], nodes[t]) for u, t in best[2 ** len(wanted) - 1][2])
 
 
 def conversion_trees(

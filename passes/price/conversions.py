@@ -7,12 +7,6 @@ layout is one step per axis, in the cheapest order whose layouts in between are 
 
 Two shards of one dim that swap axes have no such order; then one axis first goes to Invariant.
 
-A value wanted in several layouts is converted along the cheapest tree: with D the wanted layouts
-and s the native one, over subsets A of D,
-
-    best(A) = min over t in A and u in (A - t) + s of  best(A - t) + cost(u -> t)
-
-(every tree grows by one layout at a time, so this is exact; 2^|D| |D|^2 steps, |D| is a handful).
 Times are seconds, sizes bytes per rank. Gradients: a value that needs none has a free backward, and
 its Invariant and Replicate are the same.
 """
@@ -20,7 +14,7 @@ its Invariant and Replicate are the same.
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from meshfold.ir.conversion_step import Step, exchange_is_even, with_type
@@ -75,11 +69,8 @@ CONVERSIONS: dict[tuple[str, str], AxisConversion] = {
 
 COLLECTIVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
 
-_Tree = tuple[int, int, tuple[tuple[int, int], ...]]
-"""(picoseconds, edges that do not start at the native layout, edges)."""
-
-_NO_CONVERSION = 10**24
-"""Picoseconds where there is no conversion."""
+_SPLITTING = frozenset({"reduce_scatter", "all_to_all"})
+_JOINING = frozenset({"all_gather", "all_to_all"})
 
 _SHARD_OVERLAP = AxisConversion("all_gather", "all_gather")
 
@@ -87,8 +78,7 @@ _SHARD_OVERLAP = AxisConversion("all_gather", "all_gather")
 @dataclass(frozen=True, slots=True)
 class StepAction:
     """What a step does one way. Copies around a collective split shards of an inner dim, or join
-    them. The simulator charges them, the search does not: whether there is one depends on how other
-    axes shard the dims before."""
+    them."""
 
     kind: str
     """A name of AxisConversion."""
@@ -99,6 +89,21 @@ class StepAction:
     """Seconds of a copy before the collective; after_s: of one after it."""
     after_s: float = 0.0
 
+    @property
+    def total_s(self) -> float:
+        return self.before_s + self.seconds + self.after_s
+
+
+@dataclass(frozen=True, slots=True)
+class StepSeconds:
+    """What a step takes both ways, whatever dims other axes shard: collectives and local copies;
+    copies beside collectives where shards of its source, and of its target, are of an inner dim
+    (is_inner)."""
+
+    moved_s: float
+    source_copies_s: float
+    target_copies_s: float
+
 
 @dataclass(frozen=True, slots=True)
 class ConversionCost:
@@ -107,7 +112,7 @@ class ConversionCost:
     forward_s: float
     backward_s: float
     by_axis_s: tuple[float, ...]
-    """Forward plus backward."""
+    """Forward plus backward, without copies beside collectives."""
     forward_by_axis_s: tuple[float, ...]
     forward: tuple[str, ...]
     """Collectives in order of execution, as `backward`."""
@@ -169,18 +174,17 @@ def steps_cost(value: Value, steps: Sequence[Step], costs: ConversionCosts) -> C
     backward: list[str] = []
     forward_bytes = backward_bytes = 0
     for step in steps:
-        kinds, ends = _kinds(value, step, costs.mesh), _ends(value, step, costs.mesh)
-        there_s, back_s = (_action_s(value, step, kind, ends, costs) for kind in kinds)
-        forward_s += there_s
-        backward_s += back_s
-        by_axis_s[step.axis] += there_s + back_s
-        forward_by_axis_s[step.axis] += there_s
-        num_bytes = max(ends)
-        if kinds[0] in COLLECTIVES:
-            forward.append(kinds[0])
+        there, back = step_actions(value, step, costs)
+        forward_s += there.total_s
+        backward_s += back.total_s
+        by_axis_s[step.axis] += there.seconds + back.seconds
+        forward_by_axis_s[step.axis] += there.seconds
+        num_bytes = max(_ends(value, step, costs.mesh))
+        if there.kind in COLLECTIVES:
+            forward.append(there.kind)
             forward_bytes += num_bytes
-        if kinds[1] in COLLECTIVES:
-            backward.insert(0, kinds[1])
+        if back.kind in COLLECTIVES:
+            backward.insert(0, back.kind)
             backward_bytes += num_bytes
     return ConversionCost(
         forward_s,
@@ -195,72 +199,71 @@ def steps_cost(value: Value, steps: Sequence[Step], costs: ConversionCosts) -> C
 
 def step_s(value: Value, step: Step, costs: ConversionCosts) -> float:
     """Seconds of one step, forward plus backward."""
-    there, back = _kinds(value, step, costs.mesh)
-    ends = _ends(value, step, costs.mesh)
-    there_s = _action_s(value, step, there, ends, costs)
-    return there_s + _action_s(value, step, back, ends, costs)
+    there, back = step_actions(value, step, costs)
+    return there.total_s + back.total_s
 
 
 def step_actions(value: Value, step: Step, costs: ConversionCosts) -> tuple[StepAction, StepAction]:
     """What one step does forward and backward."""
-    mesh = costs.mesh
-    ends = _ends(value, step, mesh)
-    there_kind, back_kind = _kinds(value, step, mesh)
+    mesh, axis, before = costs.mesh, step.axis, step.before
+    there, back = _actions(value, step, costs)
+    # Of what is copied: the shards of its source, and of its target.
+    is_inner = [
+        t.is_shard and any(copies) and inner_shards(value.shape, before, axis, t, mesh.sizes)
+        for t, copies in (
+            (step.source, (there.after_s, back.before_s)),
+            (step.target, (there.before_s, back.after_s)),
+        )
+    ]
+    return _where(there, is_inner[1], is_inner[0]), _where(back, is_inner[0], is_inner[1])
 
-    def action(kind: str, source: SpmdType, target: SpmdType) -> StepAction:
+
+def step_seconds(value: Value, step: Step, costs: ConversionCosts) -> StepSeconds:
+    """The same as step_s, with copies apart."""
+    there, back = _actions(value, step, costs)
+    return StepSeconds(
+        there.seconds + back.seconds,
+        there.after_s + back.before_s,
+        there.before_s + back.after_s,
+    )
+
+
+def _actions(value: Value, step: Step, costs: ConversionCosts) -> tuple[StepAction, StepAction]:
+    """Forward and backward, as if all shards were of an inner dim."""
+    ends = _ends(value, step, costs.mesh)
+
+    def action(kind: str) -> StepAction:
         seconds = _action_s(value, step, kind, ends, costs)
         if kind not in COLLECTIVES:
             return StepAction(kind, 0, seconds)
-        num_bytes = _collective_bytes(step, kind, ends, mesh)
-        copy_s = costs.compute_s(0.0, 2 * num_bytes, value.dtype)
-        splits = kind in ("reduce_scatter", "all_to_all") and _is_inner(value, step, target, mesh)
-        joins = kind in ("all_gather", "all_to_all") and _is_inner(value, step, source, mesh)
+        num_bytes = _collective_bytes(step, kind, ends, costs.mesh)
+        splits, joins = kind in _SPLITTING, kind in _JOINING
+        copy_s = costs.compute_s(0.0, 2 * num_bytes, value.dtype) if splits or joins else 0.0
         return StepAction(kind, num_bytes, seconds, splits * copy_s, joins * copy_s)
 
     # The gradient goes from the target's type, or its dual, to the source's.
-    return action(there_kind, step.source, step.target), action(back_kind, step.target, step.source)
+    there_kind, back_kind = _kinds(value, step, costs.mesh)
+    return action(there_kind), action(back_kind)
 
 
-def _is_inner(value: Value, step: Step, shard: SpmdType, mesh: Mesh) -> bool:
-    """Whether shards of a dim by step.axis are not contiguous in memory."""
-    whole = local_shape(value.shape, with_type(step.before, step.axis, INVARIANT), mesh.sizes)
-    blocks = local_blocks(with_type(step.before, step.axis, shard), mesh.sizes, step.axis)
+def _where(action: StepAction, splits: bool, joins: bool) -> StepAction:
+    if splits and joins or not (action.before_s or action.after_s):
+        return action
+    return replace(action, before_s=splits * action.before_s, after_s=joins * action.after_s)
+
+
+def inner_shards(
+    shape: Sequence[int], layout: Layout, axis: int, shard: SpmdType, sizes: Sequence[int]
+) -> bool:
+    """Whether shards by `axis`, with the other axes as in `layout`, are not contiguous in memory.
+    sizes: of the mesh."""
+    if not shard.dim and shard.blocks == 1:
+        return False
+    if math.prod(shape[: shard.dim]) > math.prod(sizes):
+        return True  # the other axes cannot take that down to one
+    whole = local_shape(shape, with_type(layout, axis, INVARIANT), sizes)
+    blocks = local_blocks(with_type(layout, axis, shard), sizes, axis)
     return math.prod(whole[: shard.dim]) * blocks > 1
-
-
-def plan_conversions(
-    value: Value, native: Layout, demands: Sequence[Layout], costs: ConversionCosts
-) -> tuple[tuple[Layout, Layout], ...]:
-    """The cheapest tree of conversions that gives every demanded layout from `native`.
-
-    Edges (from, to) in emission order: an edge's `from` is `native` or an earlier edge's `to`.
-    Deterministic: of equally cheap trees the one with the most conversions straight from native.
-    """
-    wanted = sorted({d for d in demands if d != native})
-    if len(wanted) < 2:
-        return tuple((native, target) for target in wanted)
-    nodes = [native, *wanted]
-    # Integer picoseconds: sums in another order must not differ in the last bit.
-    price = [
-        [
-            round(conversion_cost(value, u, t, costs).total_s * 1e12)
-            if all(a == b or has_conversion(a, b) for a, b in zip(u, t, strict=True))
-            else _NO_CONVERSION
-            for t in nodes
-        ]
-        for u in nodes
-    ]
-    best: dict[int, _Tree] = {0: (0, 0, ())}
-    everything = range(1, len(nodes))
-    for members in range(1, 2 ** len(wanted)):
-        inside = [t for t in everything if members >> (t - 1) & 1]
-        options: list[_Tree] = []
-        for t in inside:
-            cost, indirect, edges = best[members & ~(1 << (t - 1))]
-            for u in [0, *(u for u in inside if u != t)]:
-                options.append((cost + price[u][t], indirect + (u > 0), (*edges, (u, t))))
-        best[members] = min(options)
-    return tuple((nodes[u], nodes[t]) for u, t in best[2 ** len(wanted) - 1][2])
 
 
 def _orders(source: Layout, target: Layout, changed: Sequence[int]) -> list[tuple[Step, ...]]:
@@ -305,12 +308,7 @@ def _cheapest(
 
 
 def _total_ps(value: Value, steps: tuple[Step, ...], costs: ConversionCosts) -> int:
-    seconds = math.fsum(
-        _action_s(value, step, kind, _ends(value, step, costs.mesh), costs)
-        for step in steps
-        for kind in _kinds(value, step, costs.mesh)
-    )
-    return round(seconds * 1e12)
+    return round(math.fsum(step_s(value, step, costs) for step in steps) * 1e12)
 
 
 def _kinds(value: Value, step: Step, mesh: Mesh) -> tuple[str, str]:

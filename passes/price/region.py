@@ -3,8 +3,9 @@
     forward_s, backward_s   sum over ops of their kernels on local sizes, launches included, what
                             the host needs longer (host_issue.py), and copies of parameters and
                             gradients (parameters.py)
-    graph_forward_s,        in-graph conversions (conversions.plan_conversions per value, one per
-    graph_backward_s        demanded layout), local ones too, and collectives inside rules
+    graph_forward_s,        in-graph conversions (conversion_trees.plan_conversions per value, one
+    graph_backward_s        per demanded layout), copies and local ones too, and collectives inside
+                            rules
     communication_s[axis]   the same by axis, both directions
     gather_s, reduce_s      parameter gathers and gradient reductions: one collective per region,
                             axis and kind, since the runtime sends them in groups
@@ -31,11 +32,11 @@ from meshfold.ir.plan import ConversionKind, ConversionRecord
 from meshfold.ir.spmd import Layout
 from meshfold.ir.strategy import SELECTIVE, Recompute, RegionTyping
 from meshfold.passes.graph.typed import layouts_of_values, value_name
+from meshfold.passes.price.conversion_trees import plan_conversions
 from meshfold.passes.price.conversions import (
     ConversionCost,
     conversion_cost,
     conversion_steps,
-    plan_conversions,
     steps_cost,
 )
 from meshfold.passes.price.host_issue import issued_by_host

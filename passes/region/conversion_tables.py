@@ -2,18 +2,19 @@
 
 A conversion changes the axes one by one, in the cheapest order whose intermediate layouts are all
 legal (passes/price/conversions.py). The price of one step depends on the two types of its axis and
-on which other axes shard the value at that moment, so a full matrix
+on how other axes shard the value at that moment: which of them do decides on its bytes, on which
+dims on copies. So a full matrix
 
     M[s, t] = min over orders of the axes of  sum_k step_k(s_k -> t_k | others as converted so far)
 
-is filled from few scalar prices (ConversionTables._step_s) by array indexing, one order at a time
+is filled from few scalar prices (ConversionTables._seconds) by array indexing, one order at a time
 (_Paths). Where no order is legal two shards are swapped, and one of them stops at Invariant
 first. Seconds, forward plus backward; +inf where a role forbids the path.
 """
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,16 +23,22 @@ from numpy.typing import NDArray
 from meshfold.ir.conversion_step import Step, exchange_is_even
 from meshfold.ir.op_graph import Value
 from meshfold.ir.spmd import INVARIANT, Layout, Shard, SpmdType
-from meshfold.passes.price.conversions import has_conversion, step_s
+from meshfold.passes.price.conversions import (
+    StepSeconds,
+    has_conversion,
+    inner_shards,
+    step_seconds,
+)
 from meshfold.passes.region.elimination import Table
 from meshfold.passes.region.roles import SearchCosts
 from meshfold.passes.rules.joint import Legality
 
 _ValueClass = tuple[tuple[int, ...], str, bool]
 _Size = tuple[int, str, bool]
-"""What the price of a step depends on of a value: bytes, dtype, whether it needs a gradient."""
+"""What the bytes of a step depend on of a value: its own, dtype, whether it needs a gradient."""
 _StepKey = tuple[_Size, int, str, str, bool, bool, tuple[bool, ...]]
-_TableKey = tuple[_Size, int, tuple[SpmdType, ...], tuple[frozenset[bool], ...]]
+_Shards = tuple[SpmdType, ...]
+_TableKey = tuple[_ValueClass, int, tuple[SpmdType, ...], tuple[_Shards, ...]]
 
 
 class ConversionTables:
@@ -43,7 +50,7 @@ class ConversionTables:
         self.costs = costs
         self.legal = Legality(costs.mesh.sizes)
         self._matrices: dict[tuple[_ValueClass, tuple[Layout, ...]], Table] = {}
-        self._steps: dict[_StepKey, float] = {}
+        self._steps: dict[_StepKey, StepSeconds] = {}
         self._tables: dict[_TableKey, Table] = {}
         self._paths: dict[tuple[Layout, ...], _Paths] = {}
 
@@ -90,14 +97,10 @@ class ConversionTables:
             best[a, targets] = np.min(paths, axis=0)
 
     def _step_table(self, value: Value, types: Sequence[Sequence[SpmdType]], axis: int) -> Table:
-        """[source type, target type, which other axes shard the value (bits)] -> seconds. Do not
+        """[source type, target type, number of what other axes are (_states)] -> seconds. Do not
         write to it."""
-        others = tuple(
-            frozenset(t.is_shard for t in of_axis) if k != axis else frozenset({False})
-            for k, of_axis in enumerate(types)
-        )
-        size = value.num_bytes, value.dtype, value.requires_grad
-        key = size, axis, tuple(types[axis]), others
+        others = tuple(_shards(ts) if k != axis else () for k, ts in enumerate(types))
+        key = (value.shape, value.dtype, value.requires_grad), axis, tuple(types[axis]), others
         found = self._tables.get(key)
         if found is None:
             found = self._tables[key] = self._fill_steps(value, key)
@@ -105,41 +108,64 @@ class ConversionTables:
 
     def _fill_steps(self, value: Value, key: _TableKey) -> Table:
         _, axis, mine, others = key
-        table = np.zeros((len(mine), len(mine), 2 ** len(others)))
-        combinations = [
-            (sum(is_shard << k for k, is_shard in enumerate(shards)), shards)
-            for shards in itertools.product(*others)
-        ]
+        layouts = list(_states(others))
+        shards = [tuple(t.is_shard for t in layout) for layout in layouts]
+        number = {of: k for k, of in enumerate(dict.fromkeys(shards))}
+        which = np.array([number[of] for of in shards], dtype=np.intp)
+        inner = self._inner(value, axis, mine, layouts)
+        table = np.zeros((len(mine), len(mine), len(layouts)))
         for (a, source), (b, target) in itertools.permutations(enumerate(mine), 2):
             extra_s = self.costs.extra_s(value, axis, source, target)
-            extra_s = extra_s if has_conversion(source, target) else math.inf
-            for bits, shards in combinations:
-                table[a, b, bits] = extra_s
-                if not math.isinf(extra_s):
-                    table[a, b, bits] += self._step_s(key[0], value, axis, source, target, shards)
+            if not has_conversion(source, target) or math.isinf(extra_s):
+                table[a, b] = math.inf
+                continue
+            each = [self._seconds(value, axis, source, target, of) for of in number]
+            moved_s, source_s, target_s = np.array(each).T[:, which]
+            table[a, b] = extra_s + moved_s + source_s * inner[a] + target_s * inner[b]
         return table
 
-    def _step_s(
+    def _inner(
+        self, value: Value, axis: int, mine: Sequence[SpmdType], layouts: Sequence[Layout]
+    ) -> NDArray[np.bool_]:
+        """[type of `axis`, layout of the others] -> whether its shards are of an inner dim."""
+        sizes, shape = self.mesh.sizes, value.shape
+        found = np.zeros((len(mine), len(layouts)), dtype=bool)
+        for k, shard in enumerate(mine):
+            if shard.is_shard:
+                found[k] = [inner_shards(shape, x, axis, shard, sizes) for x in layouts]
+        return found
+
+    def _seconds(
         self,
-        size: _Size,
         value: Value,
         axis: int,
         source: SpmdType,
         target: SpmdType,
         others: tuple[bool, ...],
-    ) -> float:
-        """One step while the axes of `others` shard the value, too: on which dims does not matter
-        to the price, nor on which one the step shards unless a shard moves."""
+    ) -> tuple[float, float, float]:
+        """Of one step while the axes of `others` shard the value, too (StepSeconds): on which dims
+        does not matter, nor on which one the step shards unless a shard moves."""
         moves = source.is_shard and target.is_shard
         is_even = not moves or exchange_is_even(source, target, self.mesh.sizes[axis])
+        size = value.num_bytes, value.dtype, value.requires_grad
         key = size, axis, source.kind, target.kind, is_even, target.padded, others
         found = self._steps.get(key)
         if found is None:
             layout = tuple(Shard(0) if is_shard else INVARIANT for is_shard in others)
             before = (*layout[:axis], source, *layout[axis + 1 :])
             step = Step(axis, source, target, before)
-            found = self._steps[key] = step_s(value, step, self.costs)
-        return found
+            found = self._steps[key] = step_seconds(value, step, self.costs)
+        return found.moved_s, found.source_copies_s, found.target_copies_s
+
+
+def _shards(types: Sequence[SpmdType]) -> _Shards:
+    """The different shards among types."""
+    return tuple(dict.fromkeys(t for t in types if t.is_shard))
+
+
+def _states(shards: Sequence[_Shards]) -> Iterator[Layout]:
+    """What axes that shard like this, or do not, may be together, in the order of their numbers."""
+    return itertools.product(*((INVARIANT, *of_axis) for of_axis in shards))
 
 
 def _are_swaps(layouts: Sequence[Layout]) -> NDArray[np.bool_]:
@@ -181,7 +207,7 @@ class _Paths:
         self._orders: dict[tuple[bool, ...], list[_Order]] = {}
 
     def cheapest(self, steps: Sequence[Table], legal: tuple[bool, ...]) -> Table:
-        """The matrix of a value. steps: per axis [source, target, which other axes shard it] ->
+        """The matrix of a value. steps: per axis [source, target, number of what other axes are] ->
         seconds; legal: per doubtful layout."""
         if legal not in self._orders:
             self._orders[legal] = self._legal_orders(legal)
@@ -208,18 +234,24 @@ class _Paths:
         """The axes converted in this order."""
         numbers, axes = self._numbers, range(len(self.types))
         count = len(numbers)
-        shards = [np.array([t.is_shard for t in ts], dtype=np.intp) for ts in self.types]
+        shards = [_shards(ts) for ts in self.types]
+        # Of what is no shard: it is like Invariant for the others.
+        states = [
+            np.array([1 + s.index(t) if t.is_shard else 0 for t in ts], dtype=np.intp)
+            for s, ts in zip(shards, self.types, strict=True)
+        ]
         now = [np.broadcast_to(numbers[:, k, None], (count, count)) for k in axes]
         barred = np.zeros((count, count))
         entries = []
         for axis in order:
-            bits = sum(
-                (shards[k][now[k]] << k for k in axes if k != axis),
-                start=np.zeros((count, count), dtype=np.intp),
-            )
+            state, num_states = np.zeros((count, count), dtype=np.intp), 1
+            for k in axes:
+                if k != axis:
+                    state = state * (1 + len(shards[k])) + states[k][now[k]]
+                    num_states *= 1 + len(shards[k])
             target = np.broadcast_to(numbers[None, :, axis], (count, count))
             size = len(self.types[axis])
-            entries.append((axis, ((now[axis] * size + target) << len(axes)) + bits))
+            entries.append((axis, (now[axis] * size + target) * num_states + state))
             now[axis] = target
             barred = np.where(legal[tuple(now)], barred, np.inf)
         return _Order(entries, barred)

@@ -49,19 +49,11 @@ def test_seconds_are_those_of_the_prices(strategy: UniformStrategy) -> None:
             collectives = [e.collective for e in events if e.collective]
             inside_s = sum(c.seconds for c in collectives)
             total_s = sum(e.seconds for e in events) + inside_s
-            # Rows of a sequence are taken apart or put together by copies, which only events have.
-            count = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 2}
-            costs = case.pricers[number].costs
-            copies_s = sum(
-                count.get(c.kind, 0) * costs.compute_s(0.0, 2 * c.num_bytes, "float64")
-                for c in collectives
-            )
-            expected_s = compute_s + graph_s + copies_s
+            expected_s = compute_s + graph_s
             if number == layer or not price.regathered_s:
                 assert total_s == pytest.approx(expected_s)
             # The embedding is alone in its bucket, and its backward does not read it.
             assert total_s <= expected_s * (1 + 1e-9)
-            assert bool(copies_s) == strategy.sequence_parallel
     assert (case.prices[layer].regathered_s > 0) == (strategy.zero > 1)
 
 

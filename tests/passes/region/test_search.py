@@ -13,7 +13,8 @@ from support.search.regions import solve_region
 
 from meshfold.ir.op_graph import OpGraph, SlotKind
 from meshfold.ir.spmd import INVARIANT, Layout, Shard
-from meshfold.passes.price.conversions import conversion_cost, plan_conversions
+from meshfold.passes.price.conversion_trees import plan_conversions
+from meshfold.passes.price.conversions import conversion_cost
 from meshfold.passes.price.op_time import op_time
 from meshfold.passes.region import conditioning, search
 from meshfold.passes.region.parameter_tables import Prices
