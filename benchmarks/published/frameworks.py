@@ -50,6 +50,11 @@ GRADIENTS_OF_16_BITS = ("NeMo",)
 """How rows name frameworks that keep and reduce gradients in 16 bits (NVIDIA/NeMo,
 scripts/performance: grad_reduce_in_fp32 = False); emitted programs keep 32. Of the memory alone."""
 
+ADDING_IN_PRODUCTS = ("NeMo", "Megatron-LM 0.14", "Megatron-LM 2022")
+"""How rows name frameworks whose products for weight gradients write into the sum over microbatches
+(gradient_accumulation_fusion of NVIDIA/Megatron-LM, of 2022); an emitted program, and others, add
+to it apart."""
+
 ZERO_3_OF_2021 = ("DeepSpeed ZeRO-3",)
 """How rows name it. Its code (microsoft/DeepSpeed of 2021, partition_parameters.py) gathers each
 weight alone, when it is needed, and blocks: it is taken to gain nothing by overlap and to merge
@@ -140,7 +145,9 @@ class Traits:
     keeps_last_stage: bool = False
     """Whether the last stage recomputes nothing where others recompute all."""
     adds_in_products: bool = False
-    """Whether products add weight gradients of microbatches up themselves, in 16 bits."""
+    """Whether products add weight gradients of microbatches up themselves."""
+    adds_16_bits: bool = False
+    """Whether they do so in 16 bits."""
 
 
 def traits_of(run: Run) -> Traits:
@@ -153,7 +160,8 @@ def traits_of(run: Run) -> Traits:
         regathered_bytes=_regathered_bytes(run),
         score_bytes=_score_bytes(run),
         keeps_last_stage=run.framework.startswith(KEEPING_LAST_STAGE),
-        adds_in_products=is_16_bit,
+        adds_in_products=run.framework.startswith(ADDING_IN_PRODUCTS),
+        adds_16_bits=is_16_bit,
     )
 
 

@@ -146,12 +146,17 @@ def peak_of(plan: Plan, traits: Traits) -> float:
 def step_s_of(plan: Plan, traits: Traits) -> float:
     """Seconds of the step of a plan, in a framework with these traits."""
     saved_s = traits.hidden_tp_share * plan.time.communication_s.get("tp", 0.0)
-    if traits.adds_in_products and plan.strategy.microbatches > 1:
-        # A program reads 2 bytes and writes 4 to copy a gradient, a product 2 each to add to it and
-        # nothing else: 4 less of the 4 that gradients of a microbatch are here.
+    microbatches = plan.strategy.microbatches
+    if traits.adds_in_products and microbatches > 1:
         device = CostModel(plan.cluster, plan.mesh).device
-        rate = device.memory_bytes_per_s * device.memory_efficiency
-        saved_s += plan.strategy.microbatches * plan.memory.gradients / rate
+        all_s = plan.memory.gradients / (device.memory_bytes_per_s * device.memory_efficiency)
+        # A program reads both and writes their sum; a product reads and writes it in place of a
+        # copy into it.
+        saved_s += (microbatches - 1) * 3 * all_s
+        if traits.adds_16_bits:
+            # A program reads 2 bytes and writes 4 to copy a gradient, a product 2 each to add to it
+            # and nothing else: 4 less of the 4 that gradients of a microbatch are here.
+            saved_s += microbatches * all_s
     return plan.step_s - saved_s
 
 

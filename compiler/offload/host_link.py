@@ -19,8 +19,8 @@ class HostLink:
         self.num_bytes_to_device = 0
         is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
-        self._sums: list[tuple[Tensor, Tensor]] = []
-        """What is to be added to what is there, once it has arrived."""
+        self._sums: dict[int, tuple[Tensor, Tensor, torch.cuda.Event]] = {}
+        """By identity of what is there: itself, what is to be added, and when that has arrived."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory of the host."""
@@ -40,12 +40,15 @@ class HostLink:
         return target
 
     def add_on_host(self, target: Tensor, source: Tensor) -> None:
-        """Add a tensor of the device to one of the host; done after settle()."""
+        """Add a tensor of the device to one of the host; done after settle(). One tensor waits for
+        each target, so that the host needs no more memory for more microbatches."""
+        self._add(id(target))
         arriving = self.on_host(source)
-        if self._stream is None:
+        arrival = self.arrival()
+        if arrival is None:
             target.add_(arriving)
         else:
-            self._sums.append((target, arriving))
+            self._sums[id(target)] = target, arriving, arrival
 
     def to_device(self, target: Tensor, source: Tensor) -> None:
         """Copy a tensor of the host over one of the device, in its dtype. What reads it waits for
@@ -86,9 +89,16 @@ class HostLink:
             event.wait(torch.cuda.current_stream(self.device))
 
     def settle(self) -> None:
-        """Wait for all copies, and add what is to be added, in the order in which it came."""
+        """Wait for all copies, and add what is to be added."""
         if self._stream is not None:
             self._stream.synchronize()
-        for target, arrived in self._sums:
-            target.add_(arrived)
-        self._sums.clear()
+        for target in tuple(self._sums):
+            self._add(target)
+
+    def _add(self, target: int) -> None:
+        """Add what is to be added to this tensor, if anything; it and what was copied before it
+        have arrived then."""
+        if target in self._sums:
+            of, arriving, arrival = self._sums.pop(target)
+            arrival.synchronize()
+            of.add_(arriving)

@@ -73,6 +73,9 @@ class StageEvents:
     put_off: tuple[PutOffBytes, ...] = ()
     """What each instance leaves of a microbatch for W."""
     host: HostWaits = HostWaits()
+    added_s: float = 0.0
+    """What a backward adds to gradients of those before, a mean over the microbatches; not of
+    weight_s."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +130,20 @@ def simulate_stages(stages: Sequence[StageEvents], schedule: Schedule) -> list[S
             last_backward,
             input_gradients_s,
         )
-        found.append(_with_host(passes_of, stage.host))
+        found.append(_with_host(_with_sums(passes_of, stage.added_s), stage.host))
     return found
+
+
+def _with_sums(passes: StagePasses, added_s: float) -> StagePasses:
+    """Each backward with what it adds to gradients, behind what it sends if it is split."""
+    if not added_s:
+        return passes
+    backward, last = passes.backward, passes.last_backward
+    return replace(
+        passes,
+        backward=replace(backward, compute_s=backward.compute_s + added_s),
+        last_backward=replace(last, compute_s=last.compute_s + added_s),
+    )
 
 
 def _with_host(passes: StagePasses, host: HostWaits) -> StagePasses:

@@ -32,7 +32,12 @@ from meshfold.passes.price.parameter_groups import (
     group_copies,
     parameter_group_key,
 )
-from meshfold.passes.price.parameters import GroupCopies, local_bytes, stored_bytes
+from meshfold.passes.price.parameters import (
+    GroupCopies,
+    local_bytes,
+    member_copies,
+    stored_bytes,
+)
 from meshfold.passes.price.region import RegionPricer
 
 ReducedAtEnd = Mapping[tuple[tuple[int, ...], str], int]
@@ -180,6 +185,12 @@ class _Writer:
     def _copies(self, key: ParameterGroupKey, uses: Sequence[tuple[int, Layout]]) -> GroupCopies:
         members = [(self.graph.values[v], self.stored[v]) for v, _ in uses]
         copies = group_copies(members, key.gather, self.storage)
+        if self._is_summed(key):
+            # Also where one parameter is alone: autograd may share its gradient.
+            of = (
+                member_copies(value, stored, key.gather, self.storage) for value, stored in members
+            )
+            copies = replace(copies, reduced_s=sum(each.reduced_s for each in of))
         return GroupCopies(reduced_s=copies.reduced_s) if self._is_there(key) else copies
 
     def _is_there(self, key: ParameterGroupKey) -> bool:
@@ -188,9 +199,13 @@ class _Writer:
         return is_kept and self.microbatch is Microbatch.INNER
 
     def _is_left(self, key: ParameterGroupKey) -> bool:
-        """Whether gradients are added up and left to the last microbatch."""
-        is_summed = self.typing.accumulate_unsharded or not key.gather
-        return is_summed and self.microbatch is Microbatch.INNER
+        """Whether gradients are left to the last microbatch."""
+        return self._is_summed(key) and self.microbatch is Microbatch.INNER
+
+    def _is_summed(self, key: ParameterGroupKey) -> bool:
+        """Whether gradients are added up over microbatches before they are reduced."""
+        is_once = self.typing.accumulate_unsharded or not key.gather
+        return is_once and self.microbatch is not Microbatch.ONLY
 
     @property
     def sums_replicas(self) -> bool:

@@ -18,7 +18,9 @@ Stages behind the first one gather while
 they wait for their first microbatch; they are charged all the same, at their own end, which is
 seldom the last. Sums of shards over replicas (HSDP under ZeRO 2 and 3) come behind the last
 backward, which hides nothing of them, unless it is the only one. Copies into and out of the buffers
-of gathers and reductions are kernels: of f and b, of g_once of the sync.
+of gathers and reductions are kernels: of f and b, of g_once of the sync. So are sums of gradients
+over microbatches, of b: the first microbatch has nothing to add to, each is charged its share of
+the others'.
 
 A parameter that several layers read is stored by each (the embedding and the head of a language
 model are on different stages), and its gradients are added up over the holders once (d_tied); with
@@ -26,8 +28,9 @@ one stage it is stored and updated once, and its layers share that (parameters.p
 summed over dp once per step, at its end (passes/split/loss_sums.py).
 Where the host has the states (passes/memory/zero.py), its step is the optimizer's, the parameters
 come once per step, which nothing is said to hide, or q for every forward and backward, one layer
-ahead; gradients leave with every backward, u, or at the end, if they are added up on the device
-before they are reduced or cast:
+ahead; gradients leave with every backward, u, and are added up by the host, which takes longer than
+the link, or they leave at the end, if they are added up on the device before they are reduced or
+cast:
 
     forward  max(f + c, g + q) + q / L p      backward  max(b + c, g + d_shard, g + q, u) + q / L p
 
@@ -46,6 +49,7 @@ from meshfold.ir.mesh import REPLICATE_AXIS, Mesh
 from meshfold.ir.strategy import UniformStrategy
 from meshfold.passes.memory.host_use import HostUse
 from meshfold.passes.memory.typed_region import TypedRegion
+from meshfold.passes.pipeline.overlap import Busy, MicrobatchSeconds
 from meshfold.passes.pipeline.parameters import (
     Axes,
     LayerParameters,
@@ -103,7 +107,10 @@ class StrategyCosts:
     """Kernels and exposed communication."""
 
     weight_s: float
-    """Seconds of backward_s that compute weight gradients only."""
+    """Seconds of backward_s that compute weight gradients only, and add them up."""
+
+    added_s: float
+    """Of these, what adds up."""
 
     gather_s: float
     shard_reduce_s: float
@@ -201,48 +208,6 @@ class StageContext:
         return placed.seconds[key]
 
 
-@dataclass(frozen=True)
-class Busy:
-    """One direction of a microbatch of one layer: kernels, and collectives in the graph that they
-    wait for. slowdown: of kernels and what overlaps them."""
-
-    kernels_s: float
-    graph_s: float
-    slowdown: float
-
-    @property
-    def seconds(self) -> float:
-        return self.kernels_s + self.graph_s
-
-    def beside_s(self, moved_s: float) -> float:
-        """Seconds with so many of collectives beside it, of which kernels have their share."""
-        return max(self.seconds, moved_s) + self.contention_s(moved_s)
-
-    def contention_s(self, moved_s: float) -> float:
-        """What it is slower beside these (cost_models/simulation/streams.py)."""
-        both_s = min(self.seconds, moved_s)
-        return (self.slowdown - 1) * both_s * self.kernels_s / self.seconds if both_s else 0.0
-
-
-@dataclass(frozen=True)
-class MicrobatchSeconds:
-    """A microbatch of one layer: both directions; what ZeRO gathers and reduces beside them; both,
-    overlapped."""
-
-    forward: Busy
-    backward: Busy
-    gather_s: float
-    shard_reduce_s: float
-
-    @property
-    def forward_s(self) -> float:
-        return self.forward.beside_s(self.gather_s)
-
-    @property
-    def backward_s(self) -> float:
-        return self.backward.beside_s(self.gather_s + self.shard_reduce_s)
-
-
 def microbatch_seconds(
     layer: PipelineLayer, strategy: UniformStrategy, context: StageContext
 ) -> MicrobatchSeconds:
@@ -250,13 +215,24 @@ def microbatch_seconds(
     price = layer.region.price(strategy.recompute)
     placed = context.place(layer.parameters, strategy.zero)
     slowdown = context.costs.cluster.overlap_slowdown
-    forward_s, backward_s = price.forward_s, price.backward_s
+    forward_s, backward_s = price.forward_s, price.backward_s + added_s(placed, strategy)
     return MicrobatchSeconds(
         Busy(forward_s + placed.copies_forward_s, price.graph_forward_s, slowdown),
         Busy(backward_s + placed.copies_backward_s, price.graph_backward_s, slowdown),
         context.buckets_s(placed, "all_gather"),
         context.buckets_s(placed, "reduce_scatter"),
     )
+
+
+def added_s(placed: LayerParameters, strategy: UniformStrategy) -> float:
+    """What a microbatch adds to gradients on the device, a mean over those of a step."""
+    seconds = placed.added_s if strategy.offload == "none" else placed.left_s
+    return seconds * later_share(strategy)
+
+
+def later_share(strategy: UniformStrategy) -> float:
+    """Of the microbatches of a step, those behind the first."""
+    return 1 - 1 / strategy.microbatches
 
 
 def strategy_costs(
@@ -279,17 +255,19 @@ def strategy_costs(
     update = sums.trained.update
     whole_s = optimizer_s(update, context.costs)
     late_s = max(0.0, reduce_s - backward.seconds) + max(0.0, gather_once_s - forward.seconds)
-    slower_s = backward.contention_s(reduce_s) + forward.contention_s(gather_once_s)
     share = context.first_share
     first_s = reduce_s + gather_once_s - late_s
+    slower_s = backward.contention_s((1 - share) * reduce_s)
+    slower_s += forward.contention_s((1 - share) * gather_once_s)
     activation_bytes = memory.saved_bytes + output_bytes
     costs = StrategyCosts(
         strategy=strategy,
         compute_forward_s=forward.kernels_s,
         compute_backward_s=backward.kernels_s,
-        forward_s=seconds.forward_s + share * gather_s,
-        backward_s=seconds.backward_s + share * (gather_s + shard_reduce_s),
-        weight_s=layer.weight_s,
+        forward_s=seconds.forward_s(share),
+        backward_s=seconds.backward_s(share),
+        weight_s=layer.weight_s + added_s(sums, strategy),
+        added_s=added_s(sums, strategy),
         gather_s=gather_s,
         shard_reduce_s=shard_reduce_s,
         graph_s=price.communication_s,
@@ -335,15 +313,19 @@ def _on_host(
     offload = here.strategy.offload
     by_layer = alone.copied if offload == "parameters" else 0
     on_disk = share.update.state_bytes if offload == "disk" else 0
-    leaves_s, late_s = costs.host_s(sums.leaving), costs.host_s(share.updated - sums.leaving)
+    later = later_share(here.strategy)
+    leaves_s = max(costs.host_s(sums.leaving), later * costs.host_update_s(3 * sums.leaving))
+    late_s = costs.host_s(share.updated - sums.leaving)
     again_s, comes_s = costs.host_s(by_layer), costs.host_s(share.copied - by_layer)
     waits = LayerWaits(
-        max(0.0, seconds.gather_s + again_s - seconds.forward_s),
-        max(0.0, max(seconds.gather_s + again_s, leaves_s) - seconds.backward_s),
+        max(0.0, seconds.gather_s + again_s - seconds.forward_s()),
+        max(0.0, max(seconds.gather_s + again_s, leaves_s) - seconds.backward_s()),
         again_s,
         comes_s + late_s,
     )
     first_s = context.first_share * waits.first_s
+    # Of the last microbatch, what is still to be added (meshfold.offload.host_link).
+    waiting = sums.leaving if here.strategy.microbatches > 1 else 0
     here_s, update_bytes = 0.0, 0
     if stays.updated and not context.is_all_on_host:
         here_s = optimizer_s(stays.update, costs) - costs.launch_s
@@ -359,7 +341,7 @@ def _on_host(
         gradient_bytes=sums.gradients - sums.leaving,
         optimizer_bytes=sums.trained.update.state_bytes - share.update.state_bytes,
         update_bytes=update_bytes,
-        host=HostUse(2 * share.updated + share.update.state_bytes - on_disk, on_disk),
+        host=HostUse(2 * share.updated + waiting + share.update.state_bytes - on_disk, on_disk),
         workspace_bytes=here.workspace_bytes + sums.leaving + 2 * by_layer,
     )
 

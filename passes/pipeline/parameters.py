@@ -134,6 +134,9 @@ class LayerParameters:
     copies_forward_s, copies_backward_s, copies_once_s: seconds of copies into and out of buckets
     (passes/price/parameters.py) beyond those of a program without dp: with every forward and
     backward of a microbatch, and once per step.
+
+    added_s: seconds in which gradients of a microbatch are added to those before; left_s: of these,
+    what is not for gradients that leave for the host.
     """
 
     def __init__(
@@ -150,6 +153,7 @@ class LayerParameters:
         self.alone = self.also_elsewhere = HostShare()
         self.tied: list[tuple[int, int]] = []
         self.copies_forward_s = self.copies_backward_s = self.copies_once_s = 0.0
+        self.added_s = self.left_s = 0.0
         self.seconds: dict[tuple[str, bool], float] = {}
         self._shared = Counter[tuple[str, bool, Axes]]()
         self._own = defaultdict[tuple[str, bool, Axes], list[int]](list)
@@ -194,6 +198,9 @@ class LayerParameters:
         gradient_bytes = full if placed.rest or num_sharers == 1 else kept
         self.gradients += gradient_bytes
         self.results += wide * shard_bytes
+        # Both are read, and the sum is written.
+        added_s = self._costs.compute_s(0.0, 3 * gradient_bytes, value.stored_dtype)
+        self.added_s += added_s
         update = local_update(value, placed.layout, self._mesh.storage.sizes, self.optimizer)
         is_read_once = parameter.num_holders == 1
         copied = shard_bytes if is_read_once else kept
@@ -206,6 +213,8 @@ class LayerParameters:
         is_final = zero > 1 if placed.shard_axes else not value.master
         if is_read_once and is_final and not placed.rest:
             self.leaving += gradient_bytes
+        else:
+            self.left_s += added_s
         if placed.shard_axes:
             self._send("reduce_scatter", zero == 1, placed.shard_axes, wide * used, is_alone)
         if placed.rest:

@@ -229,8 +229,8 @@ class PipelineProblems:
         least = []
         for layer in tables.layers:
             each = [microbatch_seconds(layer, strategy, context) for strategy in quick]
-            forward_s = min(x.forward_s for x in each)
-            least.append((forward_s, min(x.forward_s + x.backward_s for x in each)))
+            forward_s = min(x.forward_s() for x in each)
+            least.append((forward_s, min(x.forward_s() + x.backward_s() for x in each)))
         return [least[i.region] for i in tables.folded.instances]
 
     def mesh(self, degrees: UniformStrategy) -> Mesh:

@@ -157,16 +157,18 @@ class TypedPipeline:
         found = []
         for events, stage in zip(self._writer.write(), self.found.plan.stages, strict=True):
             layers = self.found.layers[stage.first : stage.end]
+            added_s = sum(x.added_s for x in layers)
             found.append(
                 replace(
                     events,
                     edge=self._in_buckets(events.edge),
                     inner=self._in_buckets(events.inner),
-                    weight_s=stage.weight_s if splits else 0.0,
+                    weight_s=stage.weight_s - added_s if splits else 0.0,
                     tied_s=sum(x.tied_s for x in layers),
                     loss_s=sum(x.loss_s for x in layers),
                     update_s=sum(x.optimizer_s for x in layers),
                     host=_host_waits(layers),
+                    added_s=added_s,
                 )
             )
         return tuple(found)
