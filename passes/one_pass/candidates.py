@@ -264,7 +264,8 @@ class _Parameters:
             typing=replace(typing, slots=tuple(slots), reshard_after_forward=reshard),
             price=price,
             memory=memory,
-            time_s=instance_s(price) + self._optimizer_s(update, strategy.offload),
+            time_s=instance_s(price, self.costs.cluster.overlap_slowdown)
+            + self._optimizer_s(update, strategy.offload),
             parameter_bytes=stored if is_here else stored - updated + copied - by_layer,
             gradient_bytes=updated * is_here,
             optimizer_bytes=update.state_bytes * is_here,

@@ -84,7 +84,8 @@ def simulated(listed: Shortlisted) -> Shortlisted:
         planner.costs,
         planner.probe,
         optimizer=planner.options.optimizer,
-        optimizer_s=priced.time.optimizer_s + host_waits_s(priced.split, priced.prices),
+        optimizer_s=priced.time.optimizer_s
+        + host_waits_s(priced.split, priced.prices, planner.costs.cluster.overlap_slowdown),
         offloads=[candidate.strategy.offload for candidate in priced.candidates],
         memory_model=planner.memory_model,
         reads=planner.reads,

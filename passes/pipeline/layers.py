@@ -49,13 +49,13 @@ from meshfold.ir.mesh import REPLICATE_AXIS, Mesh
 from meshfold.ir.strategy import UniformStrategy
 from meshfold.passes.memory.host_use import HostUse
 from meshfold.passes.memory.typed_region import TypedRegion
-from meshfold.passes.pipeline.overlap import Busy, MicrobatchSeconds
 from meshfold.passes.pipeline.parameters import (
     Axes,
     LayerParameters,
     Parameter,
     data_axes,
 )
+from meshfold.passes.price.overlap import Busy, MicrobatchSeconds
 from meshfold.passes.price.step import host_optimizer_s, optimizer_s
 from meshfold.passes.stages.problem import LayerCosts
 

@@ -61,7 +61,7 @@ def _priced(folded: FoldedGraph, plan: Plan, probe: Probe) -> Plan:
         costs,
         probe,
         optimizer=plan.optimizer,
-        optimizer_s=time.optimizer_s + host_waits_s(split, prices),
+        optimizer_s=time.optimizer_s + host_waits_s(split, prices, costs.cluster.overlap_slowdown),
         offloads=offloads,
         memory_model=model,
         reads=reads,

@@ -7,14 +7,15 @@ a region is recomputed, b_i and the backward's c_i include its second forward
 while the region before runs and reduces gradients during the backward of the regions before, on one
 communication stream. In a run of equal layers, what hides there is a layer's own:
 
-    forward   g_0 + p_0 + sum_i max(f_i + c_i, g_i + q_i, k_i, p_i)
-    backward  sum_i max(b_i + c_i, g_i + d_i, g_i + q_i, k_i, u_i) + d_0 + u_0
+    forward   g_0 + p_0 + sum_i max(f_i + c_i, g_i + q_i, k_i, p_i) + o_i
+    backward  sum_i max(b_i + c_i, g_i + d_i, g_i + q_i, k_i, u_i) + o_i + d_0 + u_0
                                                                           (no g_i under ZeRO 1, 2)
 
-where k_i, p_i and u_i are what is saved, parameters and gradients moving between device and host,
-if offloaded (passes/memory/zero.py): the link to the host is not the network, and carries both ways
-at once. q_i are those of p_i that the device has only while the layer runs: one layer ahead there
-is a gather behind its copy, and they come in backward, too.
+where o_i is what kernels lose to g_i and d_i beside them (overlap.py), and k_i, p_i and u_i are
+what is saved, parameters and gradients moving between device and host, if offloaded
+(passes/memory/zero.py): the link to the host is not the network, and carries both ways at once. q_i
+are those of p_i that the device has only while the layer runs: one layer ahead there is a gather
+behind its copy, and they come in backward, too.
 The excess of each max over f_i or b_i is exposed. Each instance is charged with its own gather and
 reduction, so a step is a sum over instances, which the run search minimises
 (passes/one_pass/search.py). Where two neighbours differ in the layout of a value, the
@@ -33,6 +34,7 @@ from meshfold.ir.plan import TimeEstimate
 from meshfold.ir.strategy import UPDATED_BY_HOST, Offload, RegionTyping
 from meshfold.passes.graph.reads import Crossing, ProgramReads, program_reads
 from meshfold.passes.price.conversions import conversion_cost
+from meshfold.passes.price.overlap import Busy
 from meshfold.passes.price.parameters import local_update
 from meshfold.passes.price.region import HostTraffic, RegionPrice
 
@@ -53,7 +55,8 @@ def estimate_step(
     counts = Counter(instance.region for instance in folded.instances)
     forward_s = sum(n * prices[r].forward_s for r, n in counts.items())
     backward_s = sum(n * prices[r].backward_s for r, n in counts.items())
-    total_s = sum(n * instance_s(prices[r]) for r, n in counts.items())
+    slowdown = costs.cluster.overlap_slowdown
+    total_s = sum(n * instance_s(prices[r], slowdown) for r, n in counts.items())
     if not costs.mesh.axes and all(prices[r].host == HostTraffic() for r in counts):
         # Nothing to communicate: no rounding either.
         total_s = forward_s + backward_s
@@ -72,17 +75,22 @@ def estimate_step(
     )
 
 
-def instance_s(price: RegionPrice) -> float:
-    """Seconds of one instance in a run, without the optimizer."""
+def instance_s(price: RegionPrice, slowdown: float) -> float:
+    """Seconds of one instance in a run, without the optimizer. slowdown: of kernels and collectives
+    that overlap."""
     gather_s, reduce_s = sum(price.gather_s.values()), sum(price.reduce_s.values())
     again_s = gather_s * (price.num_gathers - 1)
-    forward_s = price.forward_s + price.graph_forward_s
-    backward_s = price.backward_s + price.graph_backward_s
+    forward = Busy(price.forward_s, price.graph_forward_s, slowdown)
+    backward = Busy(price.backward_s, price.graph_backward_s, slowdown)
     host = price.host
     come_s = host.by_layer_s
-    return max(forward_s, gather_s + come_s, host.saved_s, host.parameters_s) + max(
-        backward_s, again_s + reduce_s, again_s + come_s, host.saved_s, host.gradients_s
+    forward_s = max(forward.seconds, gather_s + come_s, host.saved_s, host.parameters_s)
+    backward_s = max(
+        *(backward.seconds, again_s + reduce_s, again_s + come_s),
+        *(host.saved_s, host.gradients_s),
     )
+    contention_s = forward.contention_s(gather_s) + backward.contention_s(again_s + reduce_s)
+    return forward_s + backward_s + contention_s
 
 
 def ends_s(price: RegionPrice) -> float:
@@ -92,12 +100,13 @@ def ends_s(price: RegionPrice) -> float:
     return moved_s + price.host.parameters_s + price.host.gradients_s
 
 
-def host_waits_s(folded: FoldedGraph, prices: Sequence[RegionPrice]) -> float:
+def host_waits_s(folded: FoldedGraph, prices: Sequence[RegionPrice], slowdown: float) -> float:
     """What a step waits for the link to the host, beyond what it would without offload."""
     if all(price.host == HostTraffic() for price in prices):
         return 0.0
     alone = [replace(price, host=HostTraffic()) for price in prices]
-    extra_s = [instance_s(a) - instance_s(b) for a, b in zip(prices, alone, strict=True)]
+    pairs = list(zip(prices, alone, strict=True))
+    extra_s = [instance_s(a, slowdown) - instance_s(b, slowdown) for a, b in pairs]
     first_s = sum(ends_s(prices[i.region]) - ends_s(alone[i.region]) for i in folded.instances[:1])
     return first_s + sum(extra_s[i.region] for i in folded.instances)
 

@@ -1,10 +1,11 @@
-"""What a microbatch of one layer takes, with what ZeRO moves beside its kernels.
+"""What one direction of a layer takes, with what ZeRO moves beside its kernels.
 
     max(f + c, (1 - s) g) + s g + (k - 1) min(f + c, (1 - s) g) f / (f + c)
 
-f kernels, c collectives in the graph that they wait for, g what is gathered and reduced beside both,
-s the share of it that nothing hides: of the first layer of a stage. While kernels and a collective
-both run, both are slower by k (cost_models/simulation/streams.py); c leaves kernels their share.
+f kernels, c collectives in the graph that they wait for, g what is gathered and reduced beside
+both, s the share of it that nothing hides: of the first layer of a stage. While kernels and a
+collective both run, both are slower by k (cost_models/simulation/streams.py); c leaves kernels
+their share.
 """
 
 from dataclasses import dataclass
@@ -12,8 +13,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Busy:
-    """One direction of a microbatch of one layer: kernels, and collectives in the graph that they
-    wait for. slowdown: of kernels and what overlaps them."""
+    """One direction of one layer: kernels, and collectives in the graph that they wait for.
+    slowdown: of kernels and what overlaps them."""
 
     kernels_s: float
     graph_s: float
