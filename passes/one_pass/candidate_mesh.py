@@ -99,5 +99,4 @@ class CandidateMesh:
         assert self.planner is not None, "nothing raises its bound any more"
         self.planner, plan = self._planned(self.planner, beat_s)
         self.plan = plan
-        bound_s = min(plan.lower_bound_s, plan.best_s)  # sums in another order
-        return Solution(bound_s, plan.best_s, order_of(plan.best) if plan.best else ())
+        return Solution(plan.lower_bound_s, plan.best_s, order_of(plan.best) if plan.best else ())

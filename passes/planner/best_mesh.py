@@ -27,7 +27,7 @@ from meshfold.passes.one_pass.candidate_mesh import CandidateMesh
 from meshfold.passes.one_pass.no_fit import NoMeshFits
 from meshfold.passes.one_pass.priced import MeshPlan, order_of
 from meshfold.passes.one_pass.record import MeshRecord, search_stats, stats_of
-from meshfold.passes.one_pass.rivals import rivals
+from meshfold.passes.one_pass.rivals import EMITTED_GAIN, MOST_RIVALS, rivals
 from meshfold.passes.one_pass.search import MeshPlanner
 from meshfold.passes.one_pass.shortlist import (
     MOST_BEYOND,
@@ -167,6 +167,7 @@ class MeshRace:
         state.best = ranked[0].priced, ranked[0].planner
         others = []
         if self.request.wants_rivals:
+            self._plan_rivals(state, ranked[0])
             others = rivals(state, ranked, self.cluster.overlap_slowdown)
         state.simulated_s = simulated_times([*ranked, *others])
         stats = search_stats(tree, state, BOUND)
@@ -247,6 +248,20 @@ class MeshRace:
                 break
             ranked = by_simulation([*ranked, simulated(found)])
         return ranked
+
+    def _plan_rivals(self, state: MeshRecord, best: Shortlisted) -> None:
+        """Plan MOST_RIVALS meshes whose programs, once emitted, may be faster than the best, though
+        the search adds up to more, the lowest bound first; copies of states decide little there."""
+        limit_s = EMITTED_GAIN * simulated_step_s(best)
+        seen = {m.degrees._replace(dp_shard=0) for m in state.planned}
+        queue, count = BoundQueue(state.left), 0
+        while count < MOST_RIVALS and (mesh := queue.pop(limit_s)) is not None:
+            alike = mesh.degrees._replace(dp_shard=0)
+            if mesh.planner is not None and alike not in seen:
+                seen.add(alike)
+                state.planned.append(mesh)
+                mesh.solve(limit_s)
+                count += 1
 
     def _with_plainer(self, ranked: Sequence[Shortlisted]) -> list[Shortlisted]:
         """`ranked`, of close ones with light or heavy recomputation the best program of their mesh

@@ -11,6 +11,7 @@ from meshfold.cost_models.pipeline.makespan import StageTimes, device_ends_s
 from meshfold.cost_models.pipeline.schedules import Schedule, ScheduleKind
 from meshfold.cost_models.simulation.passes import simulate_ahead
 from meshfold.cost_models.simulation.pipeline import (
+    HostWaits,
     StageEvents,
     simulate_pipeline,
     simulate_stages,
@@ -235,6 +236,35 @@ def test_split_backwards_leave_weight_gradients_and_reductions_to_w() -> None:
     # device 0   F0 0 to 2   F1 to 4                B0 7 to 10   W0 to 11   B1 12 to 15   W1 to 19
     # device 1   F0 2 to 4   B0 4 to 7   F1 to 9    B1 9 to 12   W0, W1 of device 1 to 17
     assert found.step_s == pytest.approx(19.0)
+
+
+def test_what_waits_for_the_host_is_part_of_every_pass() -> None:
+    host = HostWaits(forward_s=0.5, backward_s=1.0, once_s=4.0)
+    stages = [replace(stage(1.0), host=host), stage(1.0)]
+    found = simulate_pipeline(one_f_one_b(2, 2), stages, np.zeros(1))
+    # device 0   F0 0 to 1.5   F1 to 3   B0 4.5 to 7.5        B1 to 10.5
+    # device 1   F0 1.5 to 2.5   B0 to 4.5   F1 to 5.5   B1 to 7.5
+    assert found.step_s == 10.5 + 4.0
+    assert (found.compute_s, found.exposed_s) == (2 * 3.0, 2 * 1.5 + 4.0)
+    assert found.bubble_s == 1.5
+
+
+def test_a_stage_with_gathers_ahead_waits_for_the_host_behind_them() -> None:
+    stages = [stage(1.0), replace(stage(1.0, gather_s=2.0), host=HostWaits(forward_s=0.5))]
+    found = simulate_pipeline(one_f_one_b(2, 1), stages, np.zeros(1))
+    # The gather of device 1 ends at 2, then it waits and runs: F to 3.5, B to 5.5, that of 0 to 7.5.
+    assert found.step_s == 7.5
+
+
+def test_gradients_are_added_up_behind_what_a_split_backward_sends() -> None:
+    stages = [replace(stage(2.0, reduce_s=3.0), weight_s=1.0, added_s=0.5) for _ in range(2)]
+    found = simulate_pipeline(Schedule(ScheduleKind.ZERO_BUBBLE, 2, 2), stages, np.zeros(1))
+    # As without, B 3 and W 1 (the last 4), and each W half a second longer: device 0 ends with
+    # W0 10 to 11.5, B1 12 to 15 and W1 to 19.5.
+    assert found.step_s == pytest.approx(19.5)
+    whole = [replace(s, weight_s=0.0) for s in stages]
+    found = simulate_pipeline(one_f_one_b(1, 2), whole[:1], NOTHING)
+    assert found.step_s == 2 * (2.0 + 4.0 + 0.5) + 3.0
 
 
 def test_equal_stages_are_simulated_once() -> None:

@@ -4,9 +4,11 @@ from functools import cache
 
 import pytest
 from support.models.hugging_face import BATCH, tiny_model
+from support.processes.offload import cluster_with_hosts
 
 from meshfold.capture.pipeline import capture
 from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.ir.cluster import ClusterSpec
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.options import CompileOptions
 from meshfold.ir.plan import Plan
@@ -30,9 +32,17 @@ def llama() -> FoldedGraph:
 
 
 def planned(num_devices: int = 2, **pins: int | str) -> Plan:
+    return plan_on(resolve_cluster("local-cpu", num_devices), **pins)
+
+
+def on_hosts(**pins: int | str) -> Plan:
+    return plan_on(cluster_with_hosts(2), **pins)
+
+
+def plan_on(cluster: ClusterSpec, **pins: int | str) -> Plan:
     return find_plan_for(
         llama(),
-        resolve_cluster("local-cpu", num_devices),
+        cluster,
         CompileOptions(pins=pins),
         model_name="llama",
         batch_size=BATCH,
@@ -66,8 +76,29 @@ def test_reductions_of_the_last_microbatch_overlap_its_backward() -> None:
     )
 
 
-def test_what_only_can_be_planned_is_simulated_but_for_offload() -> None:
-    assert planned(2, dp=2, microbatches=2, recompute="selective").simulated is not None
+@pytest.mark.parametrize("offload", ["optimizer", "disk"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_with_layers_on_the_host_it_is_the_sum_as_well(offload: str, schedule: str) -> None:
+    plan = on_hosts(pp=2, microbatches=4, schedule=schedule, offload=offload)
+    assert {region.strategy.offload for region in plan.regions} == {offload}
+    assert plan.simulated is not None
+    assert plan.simulated.step_s == pytest.approx(plan.time.step_s, rel=1e-9)
+
+
+def test_what_comes_layer_by_layer_is_waited_for_by_the_first_of_each_stage() -> None:
+    """The sum charges each layer its share of that."""
+    plan = on_hosts(pp=2, microbatches=4, schedule="1f1b", offload="parameters")
+    assert plan.simulated is not None and plan.simulated.exposed_s > 0
+    assert plan.simulated.step_s == pytest.approx(plan.time.step_s, rel=0.01)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("offload", ["none", "optimizer"])
+def test_what_zero_moves_with_every_microbatch_is_in_the_sum(zero: int, offload: str) -> None:
+    """Its ends, which nothing hides, and what kernels lose beside it."""
+    plan = on_hosts(dp=2, microbatches=2, zero=zero, offload=offload)
+    assert plan.simulated is not None and plan.simulated.contention_s > 0
+    assert plan.simulated.step_s == pytest.approx(plan.time.step_s, rel=0.05)
 
 
 def pipelines() -> tuple[PipelineProblems, list[PricedPipeline]]:
