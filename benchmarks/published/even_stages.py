@@ -49,7 +49,7 @@ class _VirtualStages(VirtualStageSearch):
         if even is None:
             super().close(limit_s, tolerance)
         else:
-            self._try([even])
+            self.try_divisions(self.solver, [even])
             self.bound_s = self.step_s
 
 

@@ -101,7 +101,7 @@ class VirtualStageSearch:
                 boundaries for boundaries in self._ranked(around) if boundaries not in self._seen
             ]
             self._seen.update(ranked[:SHORTLIST_SIZE])
-            if self._try(self.solver, ranked[:SHORTLIST_SIZE]):
+            if self.try_divisions(self.solver, ranked[:SHORTLIST_SIZE]):
                 center = tuple(stage.first for stage in self._stages)
             elif self._stages or not ranked:
                 break
@@ -112,7 +112,7 @@ class VirtualStageSearch:
             best = (*(stage.first for stage in self._stages), self.problem.num_layers)
             divisions = list(dict.fromkeys([best, *map(tuple, even.tolist())]))
             for solver in self._alike_solvers():
-                if self._try(solver, divisions):
+                if self.try_divisions(solver, divisions):
                     break
 
     def _alike_solvers(self) -> Iterator[VirtualStageSolver]:
@@ -193,7 +193,9 @@ class VirtualStageSearch:
             self._least[in_flight] = np.concatenate(([0.0], np.cumsum(np.repeat(least, counts))))
         return self._least[in_flight]
 
-    def _try(self, solver: VirtualStageSolver, shortlist: Sequence[tuple[int, ...]]) -> bool:
+    def try_divisions(
+        self, solver: VirtualStageSolver, shortlist: Sequence[tuple[int, ...]]
+    ) -> bool:
         """Solves and simulates divisions that may be faster; whether one is the best so far."""
         found = [solver.stages(boundaries, self.step_s) for boundaries in shortlist]
         fitting = [stages for stages in found if stages is not None]

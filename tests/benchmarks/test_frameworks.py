@@ -5,17 +5,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from published.even_stages import even_boundaries
+from published.even_stages import even_boundaries, even_stages
 from published.frameworks import Traits, traits_of
 from published.memory import measured_bytes
 from published.named import NAMED, Named, label, named_table, spent
 from published.predict import captured_shape, peak_of, saved_s, step_s_of
 from published.runs import DEFAULT, WITH_MEMORY, read_runs
 from published.setup import Shape, setup_of
+from support.models.hugging_face import BATCH, tiny_model
 
-from meshfold.cost_models.hardware.devices import cluster
+from meshfold.capture.pipeline import capture
+from meshfold.cost_models.hardware.devices import cluster, resolve_cluster
 from meshfold.cost_models.hardware.mesh_placement import build_mesh
 from meshfold.cost_models.op_costs.compute import op_name
+from meshfold.ir.options import CompileOptions
+from meshfold.memory_probe.prober import OpProber
+from meshfold.passes.planner.find import find_plan_for
 
 OF_NEMO = next(run for run in read_runs(DEFAULT).runs if run.dataset == "dgxc_h100")
 """15B on tp2 with sequence parallelism: 32 layers of 6144, 2 samples of 4096 a microbatch."""
@@ -104,6 +109,20 @@ def test_stages_have_like_numbers_of_layers() -> None:
     assert of(126, 16) == (*range(0, 128, 8), 128)
     assert of(12, 1) == (0, 14)
     assert of(12, 5) is None
+
+
+@pytest.mark.parametrize(("schedule", "num_stages"), [("1f1b", 2), ("interleaved", 4)])
+def test_plans_inside_have_even_stages(schedule: str, num_stages: int) -> None:
+    """Four layers, of one stage a device or two: the embedding is with the first, the head with the
+    last."""
+    pins: dict[str, int | str] = {"pp": 2, "microbatches": 4, "schedule": schedule}
+    graph = capture(*tiny_model("llama", layers=4)).graph
+    of = graph, resolve_cluster("local-cpu", 2), CompileOptions(pins=pins)
+    with even_stages():
+        plan = find_plan_for(*of, model_name="llama", batch_size=BATCH, probe=OpProber())
+    counts = [sum(run.count for run in stage.runs) for stage in plan.stages]
+    each = 4 // num_stages
+    assert counts == [1 + each, *[each] * (num_stages - 2), each + 1]
 
 
 def test_a_last_stage_that_recomputes_nothing_shortens_what_waits_for_it() -> None:

@@ -252,7 +252,7 @@ def test_what_waits_for_the_host_is_part_of_every_pass() -> None:
 def test_a_stage_with_gathers_ahead_waits_for_the_host_behind_them() -> None:
     stages = [stage(1.0), replace(stage(1.0, gather_s=2.0), host=HostWaits(forward_s=0.5))]
     found = simulate_pipeline(one_f_one_b(2, 1), stages, np.zeros(1))
-    # The gather of device 1 ends at 2, then it waits and runs: F to 3.5, B to 5.5, that of 0 to 7.5.
+    # The gather of device 1 ends at 2, then it waits and runs: F to 3.5, B to 5.5, and 0 to 7.5.
     assert found.step_s == 7.5
 
 

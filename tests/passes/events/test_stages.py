@@ -1,5 +1,6 @@
 """Events of microbatches: the collectives of a step that really runs, microbatch by microbatch."""
 
+from collections.abc import Sequence
 from functools import cache
 from typing import cast
 
@@ -14,13 +15,18 @@ from meshfold.capture.pipeline import capture
 from meshfold.codegen.emit.pipeline import EmittedPipeline, emit_plan
 from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.cost_models.simulation.pipeline import simulate_stages
-from meshfold.ir.op_graph import ITEM_BYTES
+from meshfold.ir.op_graph import ITEM_BYTES, SlotKind, Value
 from meshfold.ir.options import CompileOptions
 from meshfold.ir.plan import Plan
+from meshfold.ir.spmd import Layout
 from meshfold.passes.events.bucketing import BucketSizes, with_bucket_sizes
+from meshfold.passes.events.program import written_regions
+from meshfold.passes.events.region import Microbatch
 from meshfold.passes.pipeline.simulated import TypedPipeline
 from meshfold.passes.planner import find_pipeline
 from meshfold.passes.planner.find import find_plan_for
+from meshfold.passes.price import parameter_groups
+from meshfold.passes.price.parameters import member_copies
 from meshfold.runtime.batches import BatchReader
 from meshfold.runtime.pipeline_runner import PipelineRunner
 from meshfold.runtime.stage_p2p import StageLinks
@@ -141,3 +147,31 @@ def test_collectives_are_those_of_a_real_step_in_their_order(
     real = recorded(plan)
     assert len(real) > 3
     assert predicted(typed, 2) == real
+
+
+def test_gradients_that_are_added_up_are_copied_also_from_a_parameter_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In one pass the reduction of a parameter with its own collective reads its gradient; autograd
+    may have it elsewhere, too, by the next microbatch."""
+
+    def has_shards(_value: Value, _stored: Layout, gather: Sequence[int], _costs: object) -> bool:
+        return bool(gather)
+
+    monkeypatch.setattr(parameter_groups, "is_unbucketed", has_shards)
+    pins: dict[str, int | str] = {"dp": 4, "microbatches": 2, "zero": 1, "recompute": "none"}
+    _, typed = planned(pins, monkeypatch)
+    _, typings, pricers, _, _ = program = typed._writer._program
+    typing, pricer = typings[1], pricers[1]
+    copied_s = 0.0
+    for v, slot in enumerate(pricer.graph.slots):
+        if slot.kind is SlotKind.PARAMETER:
+            stored, value = typing.slots[v], pricer.graph.values[v]
+            gather = tuple(k for k, t in enumerate(stored) if t.is_shard)
+            copied_s += member_copies(value, stored, gather, pricer.costs.storage).reduced_s
+    ops_s = pricer.price(typing.slots).ops_backward_s
+    for kind in Microbatch:
+        (_, written, *_), _ = written_regions(*program, kind)
+        backward_s = sum(e.seconds for e in written.events.backward)
+        is_copied = backward_s == pytest.approx(ops_s + copied_s)
+        assert is_copied == (kind is not Microbatch.ONLY), kind

@@ -156,3 +156,18 @@ def test_what_is_sent_once_a_step_and_what_with_every_microbatch(zero: int) -> N
         3: {("all_gather", False), ("reduce_scatter", False)},
     }
     assert {key: n for key, n in sent.items() if n} == dict.fromkeys(wanted[zero], both)
+
+
+@pytest.mark.parametrize("value", [WEIGHT, MASTER], ids=["own dtype", "master"])
+def test_gradients_of_microbatches_are_added_up_where_they_are(value: Value) -> None:
+    """Both are read and the sum is written: as a whole under ZeRO 0 and 1, as shards under 2 and 3;
+    none of those that leave for the host."""
+    rows, columns = value.shape
+    num_bytes = rows * columns * (4 if value.master else 2)
+    _, costs = stages(2, 8)
+    for zero, shards in enumerate((1, 1, 8, 8)):
+        found = placed(value, zero)
+        assert found.gradients == num_bytes // shards
+        assert found.added_s == costs.compute_s(0.0, 3 * num_bytes // shards, value.stored_dtype)
+        assert found.left_s == (found.added_s if zero < 2 else 0.0)
+        assert bool(found.leaving) == (zero > 1)

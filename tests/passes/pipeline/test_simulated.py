@@ -12,10 +12,12 @@ from meshfold.ir.cluster import ClusterSpec
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.options import CompileOptions
 from meshfold.ir.plan import Plan
+from meshfold.ir.strategy import Offload, UniformStrategy
 from meshfold.memory_probe.prober import OpProber
 from meshfold.passes.one_pass import shortlist
 from meshfold.passes.one_pass.tree import SearchSpec
 from meshfold.passes.pipeline import simulated
+from meshfold.passes.pipeline.layers import StrategyCosts
 from meshfold.passes.pipeline.problem import PipelineProblems
 from meshfold.passes.pipeline.search import PricedPipeline, search_pipelines
 from meshfold.passes.pipeline.simulated import rank_pipelines, simulated_step_s
@@ -138,3 +140,27 @@ def test_the_simulated_step_of_a_priced_pipeline_is_that_of_its_plan() -> None:
     # Without collectives, each is its sum.
     assert steps[:2] == pytest.approx([x.step_s for x in found[:2]], rel=1e-9)
     assert steps[0] == planned(2, pp=2, microbatches=2).step_s
+
+
+def test_only_microbatches_behind_the_first_add_to_gradients() -> None:
+    """One of two adds, three of four do; what adds is in the backward, and in W."""
+    cluster = cluster_with_hosts(1)
+    problems = PipelineProblems(llama(), cluster, CompileOptions(), BATCH, PROBER)
+
+    def costs_of(microbatches: int, offload: Offload = "none") -> StrategyCosts:
+        strategy = UniformStrategy(microbatches=microbatches, offload=offload)
+        return problems.layer_costs([strategy])[1][0]
+
+    one, two, four = map(costs_of, (1, 2, 4))
+    assert one.added_s == 0 < two.added_s
+    assert four.added_s == pytest.approx(1.5 * two.added_s)
+    layer = problems.tables(two.strategy, ["none"]).layers[1]
+    assert two.weight_s == layer.weight_s + two.added_s
+    price = layer.region.price("none")
+    assert two.backward_s == pytest.approx(price.backward_s + price.graph_backward_s + two.added_s)
+    # The host adds up what leaves; the last of it is still to be added when the step ends.
+    moved, alone = costs_of(2, "optimizer"), costs_of(1, "optimizer")
+    assert moved.added_s == 0
+    left_bytes = two.gradient_bytes - moved.gradient_bytes
+    assert left_bytes > 0
+    assert moved.host.memory_bytes == alone.host.memory_bytes + left_bytes
