@@ -50,10 +50,15 @@ GRADIENTS_OF_16_BITS = ("NeMo",)
 """How rows name frameworks that keep and reduce gradients in 16 bits (NVIDIA/NeMo,
 scripts/performance: grad_reduce_in_fp32 = False); emitted programs keep 32. Of the memory alone."""
 
-ADDING_IN_PRODUCTS = ("NeMo", "Megatron-LM 0.14", "Megatron-LM 2022")
-"""How rows name frameworks whose products for weight gradients write into the sum over microbatches
-(gradient_accumulation_fusion of NVIDIA/Megatron-LM, of 2022); an emitted program, and others, add
-to it apart."""
+LESS_TO_ADD = (
+    (3.0, ("NeMo", "Megatron-LM 0.14", "Megatron-LM 2022", "Megatron-DeepSpeed", "InternEvo")),
+    (2.0, ("Megatron-LM",)),
+)
+"""How rows name frameworks that move less than an emitted program to add gradients up over
+microbatches, and by how many times these gradients in 32 bits. A program copies 16 bits to 32 (6
+bytes a number) and adds that to the sum (12). Products of NVIDIA/Megatron-LM of 2022 and later read
+and write the sum in place of a result of their own (gradient_accumulation_fusion: 6); DeepSpeed and
+InternEvo add 16 bits to 16 bits (6); Megatron-LM before adds 16 bits to 32 (main_grad.add_: 10)."""
 
 ZERO_3_OF_2021 = ("DeepSpeed ZeRO-3",)
 """How rows name it. Its code (microsoft/DeepSpeed of 2021, partition_parameters.py) gathers each
@@ -144,10 +149,10 @@ class Traits:
     one rank."""
     keeps_last_stage: bool = False
     """Whether the last stage recomputes nothing where others recompute all."""
-    adds_in_products: bool = False
-    """Whether products add weight gradients of microbatches up themselves."""
+    less_to_add: float = 0.0
+    """Of what gradients in 32 bits take, what is not moved to add those of a microbatch up."""
     adds_16_bits: bool = False
-    """Whether they do so in 16 bits."""
+    """Whether products add weight gradients of microbatches up themselves, in 16 bits."""
 
 
 def traits_of(run: Run) -> Traits:
@@ -160,7 +165,7 @@ def traits_of(run: Run) -> Traits:
         regathered_bytes=_regathered_bytes(run),
         score_bytes=_score_bytes(run),
         keeps_last_stage=run.framework.startswith(KEEPING_LAST_STAGE),
-        adds_in_products=run.framework.startswith(ADDING_IN_PRODUCTS),
+        less_to_add=next((x for x, names in LESS_TO_ADD if run.framework.startswith(names)), 0.0),
         adds_16_bits=is_16_bit,
     )
 

@@ -147,12 +147,10 @@ def step_s_of(plan: Plan, traits: Traits) -> float:
     """Seconds of the step of a plan, in a framework with these traits."""
     saved_s = traits.hidden_tp_share * plan.time.communication_s.get("tp", 0.0)
     microbatches = plan.strategy.microbatches
-    if traits.adds_in_products and microbatches > 1:
+    if traits.less_to_add and microbatches > 1:
         device = CostModel(plan.cluster, plan.mesh).device
         all_s = plan.memory.gradients / (device.memory_bytes_per_s * device.memory_efficiency)
-        # A program reads both and writes their sum; a product reads and writes it in place of a
-        # copy into it.
-        saved_s += (microbatches - 1) * 3 * all_s
+        saved_s += (microbatches - 1) * traits.less_to_add * all_s
         if traits.adds_16_bits:
             # A program reads 2 bytes and writes 4 to copy a gradient, a product 2 each to add to it
             # and nothing else: 4 less of the 4 that gradients of a microbatch are here.

@@ -244,7 +244,6 @@ def strategy_costs(
     sums = context.place(layer.parameters, strategy.zero)
     seconds = microbatch_seconds(layer, strategy, context)
     forward, backward = seconds.forward, seconds.backward
-    gather_s, shard_reduce_s = seconds.gather_s, seconds.shard_reduce_s
     gather_once_s, reduce_s, all_reduce_s = (
         context.buckets_s(sums, kind, is_once=True)
         for kind in ("all_gather", "reduce_scatter", "all_reduce")
@@ -257,8 +256,8 @@ def strategy_costs(
     late_s = max(0.0, reduce_s - backward.seconds) + max(0.0, gather_once_s - forward.seconds)
     share = context.first_share
     first_s = reduce_s + gather_once_s - late_s
-    slower_s = backward.contention_s((1 - share) * reduce_s)
-    slower_s += forward.contention_s((1 - share) * gather_once_s)
+    late_s += backward.contention_s((1 - share) * reduce_s)
+    late_s += forward.contention_s((1 - share) * gather_once_s)
     activation_bytes = memory.saved_bytes + output_bytes
     costs = StrategyCosts(
         strategy=strategy,
@@ -268,11 +267,11 @@ def strategy_costs(
         backward_s=seconds.backward_s(share),
         weight_s=layer.weight_s + added_s(sums, strategy),
         added_s=added_s(sums, strategy),
-        gather_s=gather_s,
-        shard_reduce_s=shard_reduce_s,
+        gather_s=seconds.gather_s,
+        shard_reduce_s=seconds.shard_reduce_s,
         graph_s=price.communication_s,
         once_s=gather_once_s + reduce_s + trailing_s,
-        exposed_s=late_s + slower_s + trailing_s + sums.copies_once_s + share * first_s,
+        exposed_s=late_s + trailing_s + sums.copies_once_s + share * first_s,
         tied_s=sum(context.over_holders(size, holders) for size, holders in sums.tied),
         loss_s=context.over("all_reduce", layer.loss_bytes, data_axes(context.mesh)),
         optimizer_s=whole_s - context.costs.launch_s if sums.trained.updated else 0.0,

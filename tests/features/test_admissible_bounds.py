@@ -188,7 +188,7 @@ def test_kernels_of_a_pipeline_are_below_all_of_its_stages(
 
 
 def test_microbatches_whose_stages_save_copies_are_searched(folder: Path) -> None:
-    """One that was 4 % slower than four microbatches was called optimal."""
+    """One that was 4 % slower than another number of microbatches was called optimal."""
     graph = graph_of("llama-3-8b", "bf16", folder, batch=64, sequence=512)
 
     def found(**pins: int | str) -> Plan:
@@ -202,7 +202,7 @@ def test_microbatches_whose_stages_save_copies_are_searched(folder: Path) -> Non
         )
 
     best = found(schedule="1f1b")
-    assert best.strategy.microbatches == 4
-    every = ({"zero": 1}, {"zero": 2}, {"zero": 3}, {"microbatches": 2}, {"microbatches": 8})
+    assert best.strategy.microbatches == 2
+    every = ({"zero": 1}, {"zero": 2}, {"zero": 3}, {"microbatches": 4}, {"microbatches": 8})
     for pins in ({**pins, "schedule": "1f1b"} for pins in every):
         assert best.time.step_s <= found(**pins).time.step_s * (1 + 1e-9)
