@@ -238,8 +238,7 @@ def later_share(strategy: UniformStrategy) -> float:
 def strategy_costs(
     layer: PipelineLayer, strategy: UniformStrategy, context: StageContext, output_bytes: int
 ) -> StrategyCosts:
-    """The costs of `layer` under `strategy`. output_bytes: of its outputs, what readers
-    save."""
+    """The costs of `layer` under `strategy`. output_bytes: of its outputs, what readers save."""
     price, memory = layer.region.price(strategy.recompute), layer.region.memory(strategy.recompute)
     sums = context.place(layer.parameters, strategy.zero)
     seconds = microbatch_seconds(layer, strategy, context)
