@@ -20,7 +20,7 @@ class HostLink:
         is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
         self._sums: dict[int, tuple[Tensor, Tensor, torch.cuda.Event]] = {}
-        """By identity of what is there: itself, what is to be added, and when that has arrived."""
+        """By address of what is there: itself, what is to be added, and when that has arrived."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory of the host."""
@@ -42,13 +42,13 @@ class HostLink:
     def add_on_host(self, target: Tensor, source: Tensor) -> None:
         """Add a tensor of the device to one of the host; done after settle(). One tensor waits for
         each target, so that the host needs no more memory for more microbatches."""
-        self._add(id(target))
+        self._add(target.data_ptr())
         arriving = self.on_host(source)
         arrival = self.arrival()
         if arrival is None:
             target.add_(arriving)
         else:
-            self._sums[id(target)] = target, arriving, arrival
+            self._sums[target.data_ptr()] = target, arriving, arrival
 
     def to_device(self, target: Tensor, source: Tensor) -> None:
         """Copy a tensor of the host over one of the device, in its dtype. What reads it waits for
@@ -92,13 +92,13 @@ class HostLink:
         """Wait for all copies, and add what is to be added."""
         if self._stream is not None:
             self._stream.synchronize()
-        for target in tuple(self._sums):
-            self._add(target)
+        for address in tuple(self._sums):
+            self._add(address)
 
-    def _add(self, target: int) -> None:
+    def _add(self, address: int) -> None:
         """Add what is to be added to this tensor, if anything; it and what was copied before it
         have arrived then."""
-        if target in self._sums:
-            of, arriving, arrival = self._sums.pop(target)
+        if address in self._sums:
+            target, arriving, arrival = self._sums.pop(address)
             arrival.synchronize()
-            of.add_(arriving)
+            target.add_(arriving)

@@ -43,8 +43,8 @@ def test_one_tensor_waits_for_each_sum_however_many_microbatches() -> None:
     link = LinkInFlight(torch.device("cpu"))
     first, second = torch.zeros(2), torch.zeros(2)
     for k in range(1, 5):
-        link.add_on_host(first, torch.full((2,), float(k)))
-        link.add_on_host(second, torch.ones(2))
+        link.add_on_host(first.detach(), torch.full((2,), float(k)))  # by whatever name
+        link.add_on_host(second.detach(), torch.ones(2))
         assert len(link._sums) == 2
     assert first.tolist() == [6.0, 6.0] and second.tolist() == [3.0, 3.0], "the last is in flight"
     arrivals = [arrival for *_, arrival in link._sums.values()]
