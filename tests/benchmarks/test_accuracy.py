@@ -141,7 +141,7 @@ def test_gradients_of_16_bits_are_half() -> None:
     run = next(run for run in RUNS.values() if run.dataset == "dgxc_h100")
     then, now = setup_of(run).traits, setup_of(SMALL).traits
     assert (then.gradient_share, now.gradient_share) == (0.5, 1.0)
-    assert (then.adds_in_products, now.adds_in_products) == (True, False)
+    assert (then.adds_16_bits, now.adds_16_bits) == (True, False)
     assert dict(setup_of(run).shape.fields)["hidden_act"] == "gelu"
 
 
