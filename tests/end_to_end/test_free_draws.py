@@ -8,7 +8,6 @@ from support.search.free_draws import (
     NUM_ALIKE,
     captured_model,
     free_draw,
-    plan_of,
     plan_that_fits,
 )
 
@@ -63,17 +62,3 @@ def test_experts_whose_rows_are_routed_by_tp_shards() -> None:
     model, batch = tiny_model(draw.family, layers=draw.layers)
     found = errors_of_a_step(model, batch, captured, emit(captured.graph, plan))
     assert max(error for errors in found for error in errors.values()) <= TOLERANCE
-
-
-FASTER_AS_SIMULATED = 122
-"""A draw whose pipeline is faster than the best plan in one pass by simulation alone."""
-
-
-@pytest.mark.slow(5)
-def test_a_pipeline_that_only_the_simulator_prefers_is_planned() -> None:
-    plan = plan_of(free_draw(FASTER_AS_SIMULATED))
-    (before,) = [row for row in plan.baselines if row.name == "best plan in one pass"]
-    assert plan.schedule and before.step_s < plan.time.step_s
-    (note,) = [note for note in plan.notes if note.startswith("in one pass ")]
-    assert "as simulated, which decides" in note
-    assert any(mesh.reason.endswith("as simulated") for mesh in plan.search.meshes)

@@ -3,6 +3,8 @@
 import json
 from dataclasses import replace
 from itertools import combinations
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +28,7 @@ from meshfold.passes.pipeline.search import search_pipelines
 from meshfold.passes.pipeline.tree import LAYERS, grow_pipelines
 from meshfold.passes.planner.check import price_plan
 from meshfold.passes.planner.find import find_plan_for
+from meshfold.passes.planner.find_pipeline import _why
 from meshfold.passes.rules.ops.experts import EXPERT_LOAD
 from meshfold.plan_file.io import plan_from_json, plan_to_json
 from meshfold.report.pipeline_timeline import predicted_spans
@@ -383,3 +386,14 @@ def test_a_search_over_stages_that_finds_nothing_keeps_its_bound(monkeypatch) ->
     assert outcome.best is None
     assert outcome.lower_bound_s <= 0.51 * step_s
     assert outcome.num_infeasible == 0
+
+
+def test_a_pipeline_that_only_the_simulator_prefers_says_so() -> None:
+    tree = tree_for(2, {"pp": 2, "microbatches": 2})
+    best = search_pipelines(problems_of(resolve_cluster("local-cpu", 2)), tree).best
+    assert best
+    for share, is_said in ((0.9, True), (1.0, False)):
+        time = SimpleNamespace(step_s=share * best.step_s)
+        first: Any = SimpleNamespace(time=time, step_s=1.0, strategy=UniformStrategy(dp=2))
+        notes = list(_why(CompileOptions(), first, best, 0.5 * best.step_s))
+        assert any("as simulated, which decides, they take 1.00 s" in x for x in notes) == is_said
