@@ -1,8 +1,8 @@
 """The memory of a device of a pipeline, with all of its stages, from the program that it runs.
 
 The passes are simulated (cost_models/simulation/stage_memory.py). The search adds up instead: all
-that is in flight at its most, all gradients, and the layer that works with most; with layers that
-offload so does this: what passes have in memory knows no copies and gradients on their way.
+that is in flight at its most, all gradients, and the layer that works with most. So does this where
+layers offload: passes know nothing of copies and gradients on their way.
 """
 
 from dataclasses import replace

@@ -101,7 +101,8 @@ def ends_s(price: RegionPrice) -> float:
 
 
 def host_waits_s(folded: FoldedGraph, prices: Sequence[RegionPrice], slowdown: float) -> float:
-    """What a step waits for the link to the host, beyond what it would without offload."""
+    """What a step waits for the link to the host, beyond what it would without offload. slowdown:
+    as for instance_s."""
     if all(price.host == HostTraffic() for price in prices):
         return 0.0
     alone = [replace(price, host=HostTraffic()) for price in prices]
