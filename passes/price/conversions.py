@@ -98,7 +98,7 @@ class StepAction:
 class StepSeconds:
     """What a step takes both ways, whatever dims other axes shard: collectives and local copies;
     copies beside collectives where shards of its source, and of its target, are of an inner dim
-    (is_inner)."""
+    (inner_shards)."""
 
     moved_s: float
     source_copies_s: float
