@@ -1,7 +1,7 @@
 """Capture: an unmodified model and example inputs become a folded op graph.
 
     model --fake_copy--> fake --export_fake--> exported --read_program--> program
-          --with_layers, with_draws, with_bags, plain_indices, plain_masks--> program
+          --with_layers, with_draws, with_bags, plain_indices, plain_masks, real_writes--> program
           --with_norms, with_gelus, with_gated_products, with_narrow_logits--> program
           --share_scatters, join_experts, with_dispatch--> program
           --number--> flat graph --with_custom_ops--> flat graph --fold--> folded graph
@@ -33,6 +33,7 @@ from meshfold.capture.python_state.lost_calls import refuse_gradient_hooks
 from meshfold.capture.python_state.outside_world import refuse_questions, spaces_of
 from meshfold.capture.python_state.snapshots import Snapshot, shared_state
 from meshfold.capture.rewrites.causal_masks import plain_masks
+from meshfold.capture.rewrites.complex_writes import real_writes
 from meshfold.capture.rewrites.draws import with_draws
 from meshfold.capture.rewrites.embedding_bag import with_bags
 from meshfold.capture.rewrites.expert_dispatch import with_dispatch
@@ -355,7 +356,7 @@ def _fold(
 ) -> Captured:
     refuse_steps(program)
     program = with_bags(with_draws(with_layers(program)))
-    plain = plain_masks(plain_indices(program))
+    plain = real_writes(plain_masks(plain_indices(program)))
     routed = with_dispatch(join_experts(share_scatters(_lean(plain))))
     refuse_draws(routed)
     infos = tuple(

@@ -13,6 +13,7 @@ from meshfold.capture.trace.returned import name_outputs, named_total
 from meshfold.capture.trace.structures import filled_structure
 from meshfold.models.from_argument import BuiltModel
 from meshfold.training.compiled_model import CompiledModel
+from meshfold.validation.float64_mode import in_float64
 from meshfold.validation.report import Sizes
 
 
@@ -56,7 +57,7 @@ def loss_path(captured: Captured) -> str:
 
 def wide_loss(loss_fn: Any) -> Any:
     """A loss function in float64."""
-    return copy.deepcopy(loss_fn).double() if isinstance(loss_fn, nn.Module) else loss_fn
+    return in_float64(copy.deepcopy(loss_fn)) if isinstance(loss_fn, nn.Module) else loss_fn
 
 
 def _whole(x: Tensor) -> Tensor:

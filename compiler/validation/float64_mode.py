@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from meshfold.validation.function_bodies import SeeingMode
 
@@ -17,8 +18,25 @@ _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
 
 
+def in_float64(model: nn.Module) -> nn.Module:
+    """`model` itself, its parameters and buffers in float64, or complex128."""
+    model.double()
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.is_complex():
+                parameter.data = parameter.data.to(torch.complex128)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_complex():
+                module._buffers[name] = buffer.to(torch.complex128)
+    return model
+
+
 def _widen(value: Any) -> Any:
-    return torch.float64 if isinstance(value, torch.dtype) and value in _NARROW else value
+    if not isinstance(value, torch.dtype):
+        return value
+    if value == torch.complex64:
+        return torch.complex128
+    return torch.float64 if value in _NARROW else value
 
 
 class _Float64Mode(SeeingMode):
@@ -38,10 +56,11 @@ class _Float64Mode(SeeingMode):
 @contextmanager
 def float64_everywhere() -> Iterator[None]:
     """A context in which `.float()`, `.to(torch.float32)`, `dtype=torch.float32` and the like
-    (float16 and bfloat16 too) give float64, and new tensors are float64 unless told otherwise.
+    (float16 and bfloat16 too) give float64, complex64 gives complex128, and new tensors are float64
+    unless told otherwise.
 
-    Tensors that already are in a narrower dtype stay so: convert the model and its inputs with
-    `model.double()` first. The default dtype is the whole process's: not for threads side by side.
+    Tensors that already are in a narrower dtype stay so: convert the model with `in_float64`, and
+    its inputs, first. The default dtype is the whole process's: not for threads side by side.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)

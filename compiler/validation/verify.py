@@ -46,7 +46,7 @@ from meshfold.validation.collective_order import (
 )
 from meshfold.validation.compared_outputs import loss_in, output_sizes, wide_loss
 from meshfold.validation.first_divergence import first_divergence
-from meshfold.validation.float64_mode import float64_everywhere
+from meshfold.validation.float64_mode import float64_everywhere, in_float64
 from meshfold.validation.python_state import python_state_kept
 from meshfold.validation.report import (
     NUM_STEPS,
@@ -130,7 +130,7 @@ def compare_on_this_rank(plan: Plan, captured: Captured, built: BuiltModel) -> _
     `_report` takes what they return. The model of `built` becomes float64 and is trained."""
     built = replace(
         built,
-        model=built.model.double(),
+        model=in_float64(built.model),
         example_inputs=_double(built.example_inputs),
         loss_fn=wide_loss(built.loss_fn),
     )
@@ -340,8 +340,9 @@ def _double(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _wide(value: Tensor) -> Tensor:
-    """A copy, in float64 if a float."""
-    dtype = torch.float64 if value.is_floating_point() else value.dtype
+    """A copy, in float64 if a float, in complex128 if a complex number."""
+    wide = torch.complex128 if value.is_complex() else torch.float64
+    dtype = wide if value.is_complex() or value.is_floating_point() else value.dtype
     return value.detach().to(dtype, copy=True).requires_grad_(value.requires_grad)
 
 

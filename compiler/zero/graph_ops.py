@@ -51,4 +51,4 @@ class _UseGroup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, Tensor]:
         ctx.use.start_reduction(gradients)
-        return None, ctx.use.shards[0].new_empty(0)
+        return None, ctx.use.shards[0].new_empty(0, dtype=torch.float32)

@@ -39,7 +39,8 @@ class _Enter(torch.autograd.Function):
         ctx.shards = {id(s): k for k, s in enumerate(shards)}
         ctx.set_materialize_grads(False)
         # On the parameters' device, so that one autograd thread runs the whole backward.
-        return tuple(shards[0].new_empty(0) for _ in uses)
+        # Of one dtype: groups of complex parameters stand beside others.
+        return tuple(shards[0].new_empty(0, dtype=torch.float32) for _ in uses)
 
     @staticmethod
     def backward(ctx: Any, *tokens: Tensor | None) -> tuple[Tensor | None, ...]:

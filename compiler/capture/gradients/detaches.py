@@ -3,7 +3,8 @@
 run_decompositions silently drops no_grad blocks and `detach_`: the values would be right and the
 gradients wrong. A no_grad block is inlined, with a `detach` on each float result. (Inlined also
 because ops of a block otherwise lose the modules that called them.) `detach_` becomes `detach`,
-and later readers of the same tensor read the detached one.
+and later readers of the same tensor read the detached one. A detached value that something with a
+gradient is written into is a copy.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,6 +20,7 @@ from meshfold.torch_compat.autograd_functions import is_of_op
 from meshfold.torch_compat.source_lines import definition, line_in
 
 _BLOCK = "wrap_with_set_grad_enabled"
+_IN_NO_GRAD = "meshfold_in_no_grad"
 _DETACHES = (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
 
 
@@ -29,7 +31,7 @@ def write_detaches(module: fx.GraphModule) -> None:
     for node in list(graph.nodes):
         if node.op == "call_function" and str(node.target) == _BLOCK:
             _inline_block(module, node)
-    _refuse_writes_to_detached(graph)
+    _part_written_detaches(graph)
     position = {node: k for k, node in enumerate(graph.nodes)}
     for node, here in position.items():
         if node.target is torch.ops.aten.detach_.default:
@@ -62,6 +64,8 @@ def _inline_block(module: fx.GraphModule, node: fx.Node) -> None:
                 _refuse_change_of_outer_value(inner, outer)
             with module.graph.inserting_before(node):
                 outer[inner] = module.graph.node_copy(inner, outer.__getitem__)
+            if not enables_gradient:
+                outer[inner].meta[_IN_NO_GRAD] = True
     for item in list(node.users):
         result = results[item.args[1]]
         value = outer[result]
@@ -80,8 +84,8 @@ def _refuse_change_of_outer_value(op: fx.Node, outer: Mapping[fx.Node, Any]) -> 
     """Refuses an in-place op on a tensor with a gradient inside no_grad: its gradient skips the
     change, which a graph of pure ops cannot say."""
     base = _written(op)
-    while isinstance(base, fx.Node) and _shares_memory(base):
-        base = base.args[0]
+    while isinstance(base, fx.Node) and (below := _base(base)) is not None:
+        base = below
     is_outer = isinstance(base, fx.Node) and base.op == "placeholder"
     if is_outer and _carries_gradient(outer[base]):
         raise CaptureError(
@@ -92,25 +96,51 @@ def _refuse_change_of_outer_value(op: fx.Node, outer: Mapping[fx.Node, Any]) -> 
         )
 
 
-def _refuse_writes_to_detached(graph: fx.Graph) -> None:
-    """Refuses an in-place op on the memory of x.detach() where x has a gradient and is read
-    afterwards: the values that are read have changed, their gradient has not."""
+def _part_written_detaches(graph: fx.Graph) -> None:
+    """Makes a copy of x.detach() where an in-place op writes into it what has a gradient: without
+    mutation it would be detached once more after the write.
+
+    Raises CaptureError where x is read afterwards, or outlives the call, and x or what is written
+    has a gradient: the values that are read have changed, their gradient has not."""
     position = {node: k for k, node in enumerate(graph.nodes)}
+    copied: set[fx.Node] = set()
     for node, here in position.items():
         source, detached = _written(node), None
-        while isinstance(source, fx.Node) and _shares_memory(source):
+        while isinstance(source, fx.Node) and (below := _base(source)) is not None:
             if source.target in _DETACHES and detached is None:
                 detached = source
-            source = source.args[0]
-        if detached is None or not isinstance(source, fx.Node) or not _carries_gradient(source):
+            source = below
+        if detached is None or not isinstance(source, fx.Node):
             continue
-        if any(position[reader] > here for reader in _readers(source, without=detached)):
+        writes_gradient = _IN_NO_GRAD not in node.meta and any(
+            map(_carries_gradient, _others(node))
+        )
+        is_read = source.op in ("placeholder", "get_attr") and writes_gradient
+        if not is_read and (writes_gradient or _carries_gradient(source)):
+            is_read = any(position[r] > here for r in _readers(source, without=detached))
+        if is_read:
             raise CaptureError(
                 f"{node.target} changes, through detach(), a tensor whose gradient is used; write "
                 "it out of place",
                 op=str(node.target),
                 source=line_in(node.meta.get("stack_trace") or ""),
             )
+        if writes_gradient and detached not in copied:
+            copied.add(detached)
+            _copy(graph, detached)
+
+
+def _others(op: fx.Node) -> list[fx.Node]:
+    """What an in-place op reads besides what it writes to."""
+    return [value for value in op.all_input_nodes if value is not _written(op)]
+
+
+def _copy(graph: fx.Graph, value: fx.Node) -> None:
+    """A copy of `value` for all that read it."""
+    with graph.inserting_after(value):
+        copy = graph.call_function(torch.ops.aten.clone.default, (value,))
+    copy.meta = dict(value.meta)
+    value.replace_all_uses_with(copy, lambda user: user is not copy)
 
 
 def _readers(value: fx.Node, without: fx.Node) -> set[fx.Node]:
@@ -118,10 +148,11 @@ def _readers(value: fx.Node, without: fx.Node) -> set[fx.Node]:
     found: set[fx.Node] = set()
     pending = [value]
     while pending:
-        for user in pending.pop().users:
+        read = pending.pop()
+        for user in read.users:
             if user is not without and user not in found:
                 found.add(user)
-                if _shares_memory(user):
+                if _base(user) is read:
                     pending.append(user)
     return found
 
@@ -136,12 +167,16 @@ def _written(op: fx.Node) -> Any:
     return None
 
 
-def _shares_memory(op: fx.Node) -> bool:
-    """Whether the result of an op is, or may be, its first operand or a part of it."""
+def _base(op: fx.Node) -> fx.Node | None:
+    """The operand that the result of an op is, or may be, or may be a part of; None for others."""
     schema = getattr(op.target, "_schema", None)
     if op.op != "call_function" or schema is None:
-        return False
-    return bool(schema.arguments) and schema.arguments[0].alias_info is not None
+        return None
+    for k, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None:
+            value = op.args[k] if k < len(op.args) else op.kwargs.get(argument.name)
+            return value if isinstance(value, fx.Node) else None
+    return None
 
 
 def _carries_gradient(value: fx.Node) -> bool:
@@ -151,8 +186,13 @@ def _carries_gradient(value: fx.Node) -> bool:
         node = stack.pop()
         if node.op == "placeholder" and node.meta["val"].requires_grad:
             return True
+        made = node.meta.get("val")
+        if isinstance(made, torch.Tensor) and not (made.is_floating_point() or made.is_complex()):
+            continue
         is_block = str(node.target) == _BLOCK
         if node.target in _DETACHES or (is_block and not node.args[0]):
+            continue
+        if _IN_NO_GRAD in node.meta:
             continue
         new = [n for n in node.all_input_nodes if n not in seen]
         seen.update(new)

@@ -19,6 +19,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
+from meshfold.torch_compat.source_lines import validates_arguments
+
 _LIBRARY_CHECKS = frozenset(
     {
         "_assert",
@@ -218,6 +220,8 @@ class _Climb:
             return _Wanted(branch, False)
         if _raises(branch.orelse):
             return _Wanted(branch, True)
+        if validates_arguments(self.name) and _returns_what_fails(branch):
+            return _Wanted(branch, False)
         if isinstance(branch.body[-1], ast.Return) and not branch.orelse:
             return _Wanted(branch, True) if _raises(self._rest(branch)[:1]) else None
         if _warns(branch.body) and not branch.orelse:
@@ -305,6 +309,19 @@ def _raises(block: Sequence[ast.stmt]) -> bool:
     if isinstance(last, ast.Assert):
         return isinstance(last.test, ast.Constant) and not last.test.value
     return isinstance(last, ast.Raise)
+
+
+def _returns_what_fails(branch: ast.If) -> bool:
+    """Whether a branch is `if not valid.all(): return valid`, as constraints of torch have it: what
+    asked for the constraint raises then."""
+    match branch:
+        case ast.If(
+            test=ast.UnaryOp(ast.Not(), ast.Call(ast.Attribute(ast.Name(tested), "all"))),
+            body=[ast.Return(ast.Name(returned))],
+            orelse=[],
+        ):
+            return tested == returned
+    return False
 
 
 def _warns(block: Sequence[ast.stmt]) -> bool:

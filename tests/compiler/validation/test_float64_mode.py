@@ -5,7 +5,7 @@ import torch
 from support.models import hugging_face
 from torch import nn
 
-from meshfold.validation.float64_mode import float64_everywhere
+from meshfold.validation.float64_mode import float64_everywhere, in_float64
 
 X = torch.ones(3, dtype=torch.float64)
 
@@ -29,11 +29,22 @@ def test_casts_stay_wide(narrow: torch.dtype) -> None:
     assert {t.dtype for t in found} == {torch.float64}
 
 
+def test_complex_numbers_have_parts_in_float64() -> None:
+    with float64_everywhere():
+        assert torch.zeros(2, dtype=torch.complex64).dtype is torch.complex128
+    model = nn.Linear(2, 2)
+    model.phases = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    model.register_buffer("turns", torch.ones(2, dtype=torch.complex64))
+    assert in_float64(model) is model
+    assert model.weight.dtype is torch.float64
+    assert model.phases.dtype is model.turns.dtype is torch.complex128
+    assert isinstance(model.phases, nn.Parameter)
+
+
 def test_other_dtypes_are_left_alone() -> None:
     with float64_everywhere():
         assert X.to(torch.int32).dtype is torch.int32
         assert X.bool().dtype is torch.bool
-        assert torch.zeros(2, dtype=torch.complex64).dtype is torch.complex64
 
 
 def test_everything_is_as_before_afterwards() -> None:

@@ -92,3 +92,79 @@ def of_what_is_kept(model: Any, x: Tensor) -> Any:
 def test_other_gradients_are_refused(penalty: Any, text: str) -> None:
     with pytest.raises(CaptureError, match=text):
         capture(Penalized(penalty), {"x": torch.ones(2, 3)})
+
+
+class Placed(nn.Module):
+    """Position embeddings that have no gradient, with something of the model written into them, as
+    Kosmos-2.5 adds its segments."""
+
+    def __init__(self, write: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.segments = nn.Embedding(8, 4)
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("places", torch.randn(8, 4))
+        self.write = write
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.write(self, x)).pow(2).mean()
+
+
+def to_a_constant(model: Any, x: Tensor) -> Tensor:
+    places = model.places.index_select(0, x.view(-1)).view(*x.shape, 4).detach()
+    places += model.segments(x)
+    return places  # type: ignore[no-any-return]
+
+
+def to_a_view(model: Any, x: Tensor) -> Tensor:
+    places = model.layer(model.places[x]).detach()
+    places.view(-1, 4)[: x.shape[1]].add_(model.segments(x[:1]).view(-1, 4))
+    return places  # type: ignore[no-any-return]
+
+
+def in_place(model: Any, x: Tensor) -> Tensor:
+    places = model.layer(model.places[x]) * 2
+    places.detach_()
+    places *= model.segments(x)
+    return places  # type: ignore[no-any-return]
+
+
+def to_a_block(model: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        places = model.layer(model.places[x]) * 2
+    places.add_(model.segments(x))
+    return places  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("write", [to_a_constant, to_a_view, in_place, to_a_block])
+def test_what_is_written_into_a_detached_value_has_its_gradient(write: Any) -> None:
+    model = Placed(write).double()
+    x = torch.randint(0, 8, (4, 3))
+    with float64_everywhere():
+        captured = capture(model, {"x": x})
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    made = run_graph(captured.graph, parameters, buffers, captured.constants, {"x": x})
+    (loss,), expected = made.values(), model(x)
+    leaves = list(parameters.values())
+    for a, b in zip(
+        *(torch.autograd.grad(y, leaves, materialize_grads=True) for y in (loss, expected)),
+        strict=True,
+    ):
+        assert torch.allclose(a, b, rtol=0, atol=1e-14)
+
+
+def read_afterwards(model: Any, x: Tensor) -> Tensor:
+    kept = model.places[x] * 1
+    kept.detach().add_(model.segments(x))
+    return kept  # type: ignore[no-any-return]
+
+
+def into_a_buffer(model: Any, x: Tensor) -> Tensor:
+    places = model.places[:3].detach()
+    places += model.segments(x[0])
+    return places  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("write", [read_afterwards, into_a_buffer])
+def test_writes_through_detach_that_others_see_are_refused(write: Any) -> None:
+    with pytest.raises(CaptureError, match=r"through detach\(\), a tensor whose gradient is used"):
+        capture(Placed(write), {"x": torch.randint(0, 8, (4, 3))})

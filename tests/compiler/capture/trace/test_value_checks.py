@@ -103,9 +103,24 @@ class Distributed(nn.Module):
         return apart.sum(-1).mean() - fit.mean()
 
 
-def test_distributions_of_torch_check_their_arguments() -> None:
+class Correlated(nn.Module):
+    """The likelihood of a Gaussian process, whose covariance torch checks for symmetry first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        covariance = torch.eye(4) + torch.einsum("ni,nj->ij", y := self.layer(x), y)
+        return -torch.distributions.MultivariateNormal(torch.zeros(4), covariance).log_prob(
+            torch.ones(4)
+        )
+
+
+@pytest.mark.parametrize("made", [Distributed, Correlated])
+def test_distributions_of_torch_check_their_arguments(made: type[nn.Module]) -> None:
     torch.manual_seed(0)
-    model = Distributed().double()
+    model = made().double()
     batch = {"x": X["x"].double()}
     with float64_everywhere():
         captured = capture(model, batch)
