@@ -69,6 +69,7 @@ from meshfold.capture.trace.raw_program import RawProgram, number
 from meshfold.capture.trace.returned import NOTHING
 from meshfold.capture.trace.structures import Node
 from meshfold.capture.trace.traced_call import FIRST_CALL, TracedCall
+from meshfold.capture.trace.written_state import WrittenParametersError
 from meshfold.errors import CaptureError, OptionError
 from meshfold.gc_pause import collector_paused
 from meshfold.ir.custom_ops import CustomRule
@@ -204,6 +205,7 @@ def _capture(
     functions, route = FunctionCalls(wanted.rules), Route()
 
     def traced(has_calls: bool, note: str = "", call: TracedCall = FIRST_CALL) -> _Trace:
+        nonlocal names
         fake = replace(fake_copy(model, precision), functions=functions, route=route)
         call.prepare(fake.module)
         inputs = flatten_inputs(example_inputs, fake.mode, precision, wanted.loss_fn, wanted.fixed)
@@ -213,8 +215,11 @@ def _capture(
         try:
             return _trace(fake, inputs, names, children, wanted, call)
         except NextStepError:
-            shared.restore()
-            return traced(has_calls, note, call)
+            pass
+        except WrittenParametersError as found:
+            names = model_names(model, precision, written=found.names)
+        shared.restore()
+        return traced(has_calls, note, call)
 
     try:
         trace = traced(not full_capture and not wanted.runs_checks)

@@ -4,6 +4,7 @@ copies of it, and what was changed in it since."""
 import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -105,15 +106,15 @@ def register_shards(
 ) -> None:
     """Registers local tensors in `root` under the names of `model`, in its order. canonical: the
     name of each tensor's first occurrence, by which the others are given."""
-    for name, _ in model.named_parameters(remove_duplicate=False):
-        if canonical[name] in parameters:
+    named = (model.named_parameters, model.named_buffers)
+    for name, _ in chain(*(tensors(remove_duplicate=False) for tensors in named)):
+        first = canonical[name]
+        if first in parameters:
             owner, leaf = _owner(root, name)
-            owner.register_parameter(leaf, parameters[canonical[name]])
-    for name, _ in model.named_buffers(remove_duplicate=False):
-        if canonical[name] in buffers:
+            owner.register_parameter(leaf, parameters[first])
+        elif first in buffers:  # frozen parameters that forward writes, too
             owner, leaf = _owner(root, name)
-            buffer = buffers[canonical[name]]
-            owner.register_buffer(leaf, buffer, persistent=persistent[canonical[name]])
+            owner.register_buffer(leaf, buffers[first], persistent=persistent[first])
 
 
 def _owner(root: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -28,7 +28,9 @@ def captured_step(
     """Loss of the captured graph in one process, and the gradient of every parameter. watch: see
     run_graph."""
     leaves = {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in parameters.items()}
-    copies = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+    # Frozen parameters that forward writes are buffers of the graph.
+    held = {**parameters, **buffers}
+    copies = {info.name: held[info.name].detach().clone() for info in folded.buffers}
     inputs = {n: x for n, x in named_leaves(dict(batch)) if isinstance(x, Tensor)}
     loss = run_graph(folded, leaves, copies, constants, inputs, watch)[folded.outputs[0].name]
     torch.autograd.backward(loss.sum())

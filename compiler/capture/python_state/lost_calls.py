@@ -120,12 +120,26 @@ class DataReads:
 
     def __init__(self) -> None:
         self.reads: list[_DataRead] = []
+        self.values: list[_DataRead] = []
+        """What x.data was set to, which shares its memory with x then."""
 
-    def sets_what_it_has(self, func: Any, args: Sequence[Any]) -> bool:
-        """Whether x.data is set to what was given for it, as `x.data += 1` does."""
-        return func == _SET_DATA and any(
-            read.given is args[1] and read.of is args[0] for read in self.reads
+    def sets(self, func: Any, args: Sequence[Any], line: Callable[[], str]) -> bool:
+        """Whether x.data was set: to what was given for it, as `x.data += 1` does, or by a write to
+        x, where x has no gradient and its like is given."""
+        if func != _SET_DATA:
+            return False
+        x, value = args
+        if any(read.given is value and read.of is x for read in self.reads):
+            return True
+        is_like = isinstance(value, torch.Tensor) and (
+            (x.shape, x.dtype, x.device) == (value.shape, value.dtype, value.device)
         )
+        if x.requires_grad or not is_like:
+            return False
+        with torch.no_grad():
+            x.copy_(value)
+        self.values.append(_DataRead(value, x, value._version, line()))
+        return True
 
     def answer(self, func: Any, args: Sequence[Any], line: Callable[[], str]) -> Any:
         """What x.data gives here; None for another function."""
@@ -138,6 +152,14 @@ class DataReads:
     def refuse_written(self, returned: Iterable[torch.Tensor]) -> None:
         """Raises CaptureError where memory that counts was written to after x.data was read.
         returned: what the backward of forward starts from."""
+        shared = [v for v in self.values if v.given._version != v.version]
+        if shared:
+            raise CaptureError(
+                "a write to what Tensor.data was set to changes both, which a graph loses; write "
+                "to the tensor itself with copy_ under torch.no_grad",
+                op="Tensor.data",
+                source=shared[0].source,
+            )
         written = [read for read in self.reads if read.given._version != read.version]
         trained = [read for read in written if read.of.requires_grad]
         if trained:

@@ -131,7 +131,7 @@ class _Watch(Answering):
             if (answer := self.drops.answer(args[0], _line())) is not None:
                 return answer
         data = self.data_reads.answer(func, args, _line)
-        if data is not None or self.data_reads.sets_what_it_has(func, args):
+        if data is not None or self.data_reads.sets(func, args, _line):
             return data
         refuse_call(func, args, kwargs or {}, _line)
         kwargs = self.gradients.filled(func, args, kwargs or {})

@@ -15,6 +15,7 @@ from torch import nn
 from meshfold.capture.expert_loops.forms import without_loops
 from meshfold.capture.gradients.route import Route
 from meshfold.capture.known_values.fixed_inputs import fixed_inputs
+from meshfold.capture.trace.adaptive_softmax import with_whole_clusters
 from meshfold.capture.trace.functions import FunctionCalls
 from meshfold.capture.trace.hugging_face import hugging_face_models, run_experts_as
 from meshfold.capture.trace.loss_function import LossFunction, call_model
@@ -54,11 +55,14 @@ class FakeCopy:
     route: Route = field(default_factory=Route)
 
 
-def model_names(model: nn.Module, precision: Precision = "model") -> Names:
+def model_names(
+    model: nn.Module, precision: Precision = "model", written: Collection[str] = ()
+) -> Names:
     """Canonical names by identity of the tensors: a tied tensor is one, under its first name.
+    written: frozen parameters that forward changes, which are buffers of the graph.
 
     Under a narrow precision trained parameters that it casts are stored in float32, frozen ones as
-    they are read.
+    they are read. Raises CaptureError for a written one among these: it would lose small changes.
     """
     casts = parameter_casts(model, precision)
     groups: dict[int, list[str]] = {}
@@ -76,7 +80,14 @@ def model_names(model: nn.Module, precision: Precision = "model") -> Names:
     for key, (name, *aliases) in groups.items():
         tensor = tensors[key]
         shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
-        if isinstance(tensor, nn.Parameter):
+        if name in written and key in casts and casts[key] != tensor.dtype:
+            raise CaptureError(
+                f"forward writes the frozen parameter {name}, which precision={precision!r} keeps "
+                "in few digits, so that small changes are lost; make it a buffer, or compile with "
+                "precision='model'",
+                op=name,
+            )
+        if isinstance(tensor, nn.Parameter) and name not in written:
             kind = SourceKind.PARAMETER
             if key in casts:
                 read = dtype_name(casts[key])
@@ -87,7 +98,8 @@ def model_names(model: nn.Module, precision: Precision = "model") -> Names:
             parameters.append(info)
         else:
             kind = SourceKind.BUFFER
-            persistent = any(_is_persistent(model, n) for n in (name, *aliases))
+            is_parameter = isinstance(tensor, nn.Parameter)
+            persistent = is_parameter or any(_is_persistent(model, n) for n in (name, *aliases))
             buffers.append(BufferInfo(name, shape, dtype, persistent, tuple(aliases)))
         sources.update(dict.fromkeys((name, *aliases), Source(kind, name)))
     return Names(tuple(parameters), tuple(buffers), sources, frozenset(masters))
@@ -118,7 +130,7 @@ def fake_copy(model: nn.Module, precision: Precision = "model") -> FakeCopy:
 
 def _settle(fake: Any) -> tuple[str, ...]:
     """Set the copy, and configurations of Hugging Face models in it, to what a graph can hold."""
-    notes = [*without_loops(fake)]
+    notes = [*without_loops(fake), *with_whole_clusters(fake)]
     # The model's own too: code of a model that is no part of Hugging Face asks it in the same way.
     configs: list[Any] = [getattr(m, "config", None) for m in (fake, *hugging_face_models(fake))]
     cached = [config for config in configs if getattr(config, "use_cache", False)]

@@ -18,6 +18,13 @@ from meshfold.capture.trace.export import KEPT, MODEL, SOURCE, Exported
 from meshfold.capture.trace.fake_model import Names
 from meshfold.capture.trace.functions import FUNCTION, call_number
 from meshfold.capture.trace.raw_program import Key, Operand, RawArg, RawOp, RawProgram
+from meshfold.capture.trace.written_state import (
+    STATE_WRITES,
+    expect_writes,
+    is_clamped,
+    is_state,
+    refuse_write,
+)
 from meshfold.errors import CaptureError
 from meshfold.ir.custom_ops import CustomOp
 from meshfold.ir.op_graph import ITEM_BYTES, InputInfo, Source, SourceKind, Value
@@ -222,28 +229,27 @@ class _Reader:
         names = iter(self.exported.chosen.tensors)
         values: tuple[Any, ...] = node.args
         specs = self.exported.program.graph_signature.output_specs
+        expect_writes([self._written(s) for s in specs if s.kind in STATE_WRITES], self.names)
         for spec, value in zip(specs, values[0], strict=True):
             key = self.keys[value][0]
             assert key is not None
-            if spec.kind is OutputKind.BUFFER_MUTATION:
-                target = str(spec.target).removeprefix(MODEL + ".")
-                if target not in self.names.sources:
-                    raise CaptureError("the model writes to what an earlier call has left")
-                self.program.mutations.append((self.names.sources[target].name, key))
+            if spec.kind in STATE_WRITES and is_state(written := self._written(spec), self.names):
+                self.program.mutations.append((written.name, key))
             elif spec.kind is OutputKind.USER_OUTPUT:
                 name = next(names, None)
                 if name is not None:
                     self.program.outputs.append((name, key))
                 else:  # it keeps bodies of calls alive
                     self.program.marked.append(key)
-            elif not _is_clamped(spec, value):
-                written = self._named(str(spec.target))
-                raise CaptureError(
-                    f"the model writes to {written}; only buffers may change in a step: write it "
-                    "out of place (x = x.clamp(...), not x.clamp_(...))",
-                    op=written,
-                    source=source_line(value),
-                )
+            elif not is_clamped(spec, value):
+                refuse_write(self._named(str(spec.target)), source_line(value))
+
+    def _written(self, spec: OutputSpec) -> Source:
+        """What a call of the model writes to. Raises CaptureError for what is not of the model."""
+        target = str(spec.target).removeprefix(MODEL + ".")
+        if target not in self.names.sources:
+            raise CaptureError("the model writes to what an earlier call has left")
+        return self.names.sources[target]
 
     def _named(self, target: str) -> str:
         """The user's name of a parameter or an input of the exported program."""
@@ -252,20 +258,6 @@ class _Reader:
             return target.removeprefix(MODEL + ".")
         tensors = [s.arg.name for s in self.specs.values() if s.kind is InputKind.USER_INPUT]
         return f"the input {self.infos[tensors.index(target)].name}"
-
-
-def _is_clamped(spec: OutputSpec, value: fx.Node) -> bool:
-    """Whether an input is written to with its own values between bounds, as some losses of spans do
-    with positions. A step leaves it as it is: the next call, with the same input or the clamped
-    one, computes the same."""
-    if spec.kind is not OutputKind.USER_INPUT_MUTATION or value.target is not _aten.clamp.default:
-        return False
-    written, *bounds = value.args
-    return (
-        isinstance(written, fx.Node)
-        and written.name == spec.target
-        and all(bound is None or isinstance(bound, int | float) for bound in bounds)
-    )
 
 
 def refuse_mutation(node: fx.Node) -> None:

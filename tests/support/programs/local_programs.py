@@ -99,7 +99,8 @@ def on_ranks(
             p.name: nn.Parameter(local_part(program, p.name, model.get_parameter(p.name), mesh))
             for p in captured.graph.parameters
         }
-        buffers = {b.name: model.get_buffer(b.name).clone() for b in captured.graph.buffers}
+        held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        buffers = {b.name: held[b.name].detach().clone() for b in captured.graph.buffers}
         runner = ProgramRunner(program, mesh, captured.constants)
         # Whether gradients are recorded is per thread.
         with torch.enable_grad():
