@@ -32,6 +32,7 @@ from meshfold.capture.python_state.held_state import Changes, Kept
 from meshfold.capture.python_state.lost_calls import refuse_gradient_hooks
 from meshfold.capture.python_state.outside_world import refuse_questions, spaces_of
 from meshfold.capture.python_state.snapshots import Snapshot, shared_state
+from meshfold.capture.python_state.written_state import WrittenParametersError
 from meshfold.capture.rewrites.causal_masks import plain_masks
 from meshfold.capture.rewrites.complex_writes import real_writes
 from meshfold.capture.rewrites.draws import with_draws
@@ -69,7 +70,6 @@ from meshfold.capture.trace.raw_program import RawProgram, number
 from meshfold.capture.trace.returned import NOTHING
 from meshfold.capture.trace.structures import Node
 from meshfold.capture.trace.traced_call import FIRST_CALL, TracedCall
-from meshfold.capture.trace.written_state import WrittenParametersError
 from meshfold.errors import CaptureError, OptionError
 from meshfold.gc_pause import collector_paused
 from meshfold.ir.custom_ops import CustomRule
@@ -191,6 +191,13 @@ def _capture_graph_too(
         raise
 
 
+def _readable(model: nn.Module, precision: Precision) -> Names:
+    """The names of a model; refuses what no capture can read."""
+    refuse_gradient_hooks(model)
+    refuse_names(model)
+    return model_names(model, precision)
+
+
 def _capture(
     model: nn.Module,
     example_inputs: Mapping[str, Any],
@@ -199,9 +206,7 @@ def _capture(
     shared: Snapshot,
 ) -> Captured:
     """shared: what forward can change besides the model, before it is called."""
-    refuse_gradient_hooks(model)
-    refuse_names(model)
-    names = model_names(model, precision := wanted.precision)
+    names = _readable(model, precision := wanted.precision)
     functions, route = FunctionCalls(wanted.rules), Route()
 
     def traced(has_calls: bool, note: str = "", call: TracedCall = FIRST_CALL) -> _Trace:
@@ -209,15 +214,13 @@ def _capture(
         fake = replace(fake_copy(model, precision), functions=functions, route=route)
         call.prepare(fake.module)
         inputs = flatten_inputs(example_inputs, fake.mode, precision, wanted.loss_fn, wanted.fixed)
-        fixed = map(fixed_note, inputs.fixed, inputs.fixed.values())
-        fake = replace(fake, notes=(*fake.notes, *filter(None, [note]), *fixed))
         children = find_children(fake.module) if has_calls and not inputs.fixed else []
         try:
-            return _trace(fake, inputs, names, children, wanted, call)
+            return _trace(_noted(fake, note, inputs), inputs, names, children, wanted, call)
         except NextStepError:
             pass
         except WrittenParametersError as found:
-            names = model_names(model, precision, written=found.names)
+            names = model_names(model, precision, found.names)
         shared.restore()
         return traced(has_calls, note, call)
 
@@ -245,6 +248,11 @@ def _capture(
     refuse_questions(spaces_of(model, *filter(None, [wanted.loss_fn])), is_same)
     _refuse_other_branches(trace, lambda: traced(False, call=TracedCall(skips=True)))
     return trace.captured
+
+
+def _noted(fake: FakeCopy, note: str, inputs: ExampleInputs) -> FakeCopy:
+    fixed = map(fixed_note, inputs.fixed, inputs.fixed.values())
+    return replace(fake, notes=(*fake.notes, *filter(None, [note]), *fixed))
 
 
 def _is_same(some: Captured, other: Captured) -> bool:

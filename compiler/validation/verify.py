@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshfold.api import bind
+from meshfold.capture.library_modules.hugging_face import run_experts_as
 from meshfold.capture.pipeline import Captured
-from meshfold.capture.trace.hugging_face import run_experts_as
 from meshfold.capture.trace.loss_function import call_model
 from meshfold.capture.trace.returned import named_total
 from meshfold.distributed.local_processes import Report, run_local

@@ -55,6 +55,7 @@ ORDER = (
     "meshfold.memory_probe",
     "meshfold.capture.expert_loops",
     "meshfold.capture.known_values",
+    "meshfold.capture.library_modules",
     "meshfold.capture.masked_rows",
     "meshfold.capture.python_state",
     "meshfold.capture.gradients",

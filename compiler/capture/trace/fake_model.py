@@ -15,9 +15,9 @@ from torch import nn
 from meshfold.capture.expert_loops.forms import without_loops
 from meshfold.capture.gradients.route import Route
 from meshfold.capture.known_values.fixed_inputs import fixed_inputs
-from meshfold.capture.trace.adaptive_softmax import with_whole_clusters
+from meshfold.capture.library_modules.adaptive_softmax import with_whole_clusters
+from meshfold.capture.library_modules.hugging_face import hugging_face_models, run_experts_as
 from meshfold.capture.trace.functions import FunctionCalls
-from meshfold.capture.trace.hugging_face import hugging_face_models, run_experts_as
 from meshfold.capture.trace.loss_function import LossFunction, call_model
 from meshfold.capture.trace.mixed_precision import MASTER_DTYPE, narrow_dtype, parameter_casts
 from meshfold.errors import CaptureError, OptionError

@@ -14,17 +14,17 @@ import torch
 from torch import fx
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind, OutputSpec
 
-from meshfold.capture.trace.export import KEPT, MODEL, SOURCE, Exported
-from meshfold.capture.trace.fake_model import Names
-from meshfold.capture.trace.functions import FUNCTION, call_number
-from meshfold.capture.trace.raw_program import Key, Operand, RawArg, RawOp, RawProgram
-from meshfold.capture.trace.written_state import (
+from meshfold.capture.python_state.written_state import (
     STATE_WRITES,
     expect_writes,
     is_clamped,
     is_state,
     refuse_write,
 )
+from meshfold.capture.trace.export import KEPT, MODEL, SOURCE, Exported
+from meshfold.capture.trace.fake_model import Names
+from meshfold.capture.trace.functions import FUNCTION, call_number
+from meshfold.capture.trace.raw_program import Key, Operand, RawArg, RawOp, RawProgram
 from meshfold.errors import CaptureError
 from meshfold.ir.custom_ops import CustomOp
 from meshfold.ir.op_graph import ITEM_BYTES, InputInfo, Source, SourceKind, Value
@@ -229,11 +229,12 @@ class _Reader:
         names = iter(self.exported.chosen.tensors)
         values: tuple[Any, ...] = node.args
         specs = self.exported.program.graph_signature.output_specs
-        expect_writes([self._written(s) for s in specs if s.kind in STATE_WRITES], self.names)
+        writes = (self._written(spec) for spec in specs if spec.kind in STATE_WRITES)
+        expect_writes(writes, self.names.parameters)
         for spec, value in zip(specs, values[0], strict=True):
             key = self.keys[value][0]
             assert key is not None
-            if spec.kind in STATE_WRITES and is_state(written := self._written(spec), self.names):
+            if spec.kind in STATE_WRITES and is_state(written := self._written(spec)):
                 self.program.mutations.append((written.name, key))
             elif spec.kind is OutputKind.USER_OUTPUT:
                 name = next(names, None)

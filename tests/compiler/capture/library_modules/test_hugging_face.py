@@ -5,8 +5,8 @@ from support.models.hard_to_verify import Trainer
 from support.models.hugging_face import tiny_model
 from torch import nn
 
+from meshfold.capture.library_modules.hugging_face import hugging_face_models, run_experts_as
 from meshfold.capture.pipeline import capture
-from meshfold.capture.trace.hugging_face import hugging_face_models, run_experts_as
 
 
 def test_the_outermost_models_are_found() -> None:

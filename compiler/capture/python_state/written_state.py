@@ -5,15 +5,14 @@ encoder of their targets. These are read and written as buffers are: `model_name
 they are, and the model is traced again.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import fx
 from torch.export.graph_signature import OutputKind, OutputSpec
 
-from meshfold.capture.trace.fake_model import Names
 from meshfold.errors import CaptureError
-from meshfold.ir.op_graph import Source, SourceKind
+from meshfold.ir.op_graph import ParameterInfo, Source, SourceKind
 
 STATE_WRITES = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
 
@@ -43,15 +42,15 @@ def is_clamped(spec: OutputSpec, value: fx.Node) -> bool:
     )
 
 
-def is_state(written: Source, names: Names) -> bool:
+def is_state(written: Source) -> bool:
     """Whether a step may change what a call writes to."""
     return written.kind is SourceKind.BUFFER
 
 
-def expect_writes(written: Collection[Source], names: Names) -> None:
-    """Raises WrittenParametersError where frozen parameters are written that `names` takes for
-    parameters, which stay as they are."""
-    frozen = {p.name for p in names.parameters if not p.requires_grad}
+def expect_writes(written: Iterable[Source], parameters: Iterable[ParameterInfo]) -> None:
+    """Raises WrittenParametersError where frozen ones of `parameters`, which would stay as they
+    are, are written."""
+    frozen = {p.name for p in parameters if not p.requires_grad}
     if found := frozen.intersection(source.name for source in written):
         raise WrittenParametersError(found)
 
