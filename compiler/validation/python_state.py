@@ -8,6 +8,7 @@ held against it is put back in all else.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -20,6 +21,7 @@ def python_state_kept(model: nn.Module) -> Iterator[None]:
     buffers stay as the context leaves them."""
     modules = list(model.modules())
     before = Snapshot(attributes_of(model))
+    hooks = [(table, dict(table)) for module in modules for table in _hooks(module)]
     try:
         yield
     finally:
@@ -29,3 +31,18 @@ def python_state_kept(model: nn.Module) -> Iterator[None]:
             for module, (parameters, buffers) in zip(modules, tensors, strict=True):
                 module._parameters.update(parameters)
                 module._buffers.update(buffers)
+            for table, held in hooks:
+                if table != held:
+                    table.clear()
+                    table.update(held)
+
+
+def _hooks(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """Which a first forward may register, as models of transformers do, and note that it has."""
+    return (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._forward_hooks_with_kwargs,
+        module._forward_pre_hooks_with_kwargs,
+        module._forward_hooks_always_called,
+    )

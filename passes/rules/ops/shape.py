@@ -240,7 +240,10 @@ def _repeat(op: BoundOp) -> OpLabels:
     source, target = op.values[0].shape, op.outputs[0].shape
     offset = len(target) - len(source)
     labels = numbered(target, but=range(offset))
-    own = tuple(dim_label(f"d{offset + d}", target[offset + d] // n) for d, n in enumerate(source))
+    own = tuple(
+        dim_label(f"d{offset + d}", target[offset + d] // n if n else 1)
+        for d, n in enumerate(source)
+    )
     return OpLabels((own,), (labels,), linear=_LINEAR)
 
 

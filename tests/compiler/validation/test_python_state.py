@@ -43,3 +43,30 @@ def test_what_nothing_changes_stays_the_same_object() -> None:
     with python_state_kept(model):
         model(torch.ones(1, 2)).sum().backward()
     assert model.weight is weight and weight.grad is not None
+
+
+class Hooking(nn.Module):
+    """Registers what it records in its first forward, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.is_hooked = False
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_hooked:
+            self.layer.register_forward_hook(lambda *call: self.seen.append(call[-1]))
+            self.is_hooked = True
+        self.seen.clear()
+        self.layer(x)
+        (recorded,) = self.seen
+        return recorded.sum()
+
+
+def test_hooks_of_a_first_forward_are_not_registered_twice() -> None:
+    model = Hooking()
+    for _ in range(3):
+        with python_state_kept(model):
+            model(torch.ones(1, 2)).backward()
+        assert not model.is_hooked and not model.layer._forward_hooks
