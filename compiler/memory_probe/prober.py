@@ -27,6 +27,7 @@ from meshfold.cost_models.memory.op_memory import (
     ProbeKey,
     TensorSpec,
 )
+from meshfold.errors import CaptureError
 from meshfold.ir.custom_ops import OfShapes
 from meshfold.ir.op_graph import Arg, Hole, Ref, Symbol
 from meshfold.memory_probe.dropout import emitted_dropout
@@ -108,8 +109,15 @@ def _has_one_value_a_channel(key: ProbeKey) -> bool:
 
 def _run(key: ProbeKey, device: torch.device) -> OpProbe:
     run = _Run(key, device)
-    run.forward()
-    run.backward()
+    try:
+        run.forward()
+        run.backward()
+    except NotImplementedError as error:
+        raise CaptureError(
+            f"{key.target} has no form without values, by which a plan counts its memory; write it "
+            "with ordinary ops",
+            op=key.target,
+        ) from error
     found = run.result()
     scratch_bytes = WORST_SCRATCH.get(key.target)
     if scratch_bytes is None:
@@ -226,10 +234,17 @@ class _Run:
             return
         given = [g for g in self.incoming if g is not None]
         counter = StorageCounter([*self.operands, *self.outputs, *self.kept.values(), *given])
-        with counter:
-            found = torch.autograd.grad(
-                made, [self.operands[k] for k in wanted], given, allow_unused=True
-            )
+        try:
+            with counter:
+                found = torch.autograd.grad(
+                    made, [self.operands[k] for k in wanted], given, allow_unused=True
+                )
+        except RuntimeError as error:
+            # Gradients inside of forward have backwards that torch cannot go back through again;
+            # nothing does, or the model by itself would fail.
+            if "derivative for" not in str(error):
+                raise
+            return
         for k, gradient in zip(wanted, found, strict=True):
             self.gradients[k] = gradient
         fresh = self._fresh()

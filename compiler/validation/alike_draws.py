@@ -85,6 +85,15 @@ def _whole(given: Mapping[str, Any], like: Tensor) -> Tensor:
     return result
 
 
+def _chosen(given: Mapping[str, Any], like: Tensor) -> Tensor:
+    p, count = given["self"], given["num_samples"]
+    if given["replacement"] and count > 1:
+        return like
+    ratio = p / _exponential({"lambd": 1.0}, p)
+    places: Tensor = ratio.topk(count, -1).indices if count > 1 else ratio.argmax(-1, True)
+    return places
+
+
 _NUMBERS: dict[str, Callable[[Mapping[str, Any], Tensor], Tensor]] = {
     "rand": _uniform,
     "rand_like": _uniform,
@@ -94,6 +103,7 @@ _NUMBERS: dict[str, Callable[[Mapping[str, Any], Tensor], Tensor]] = {
     "normal": _normal,
     "bernoulli": _bernoulli,
     "exponential": _exponential,
+    "multinomial": _chosen,
     "randint": _whole,
     "randint_like": _whole,
 }

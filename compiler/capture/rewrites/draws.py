@@ -7,6 +7,7 @@
     bernoulli(p)                   u < p                            drop path, dropout of channels
     exponential(x, lambda)         -log(1 - u) / lambda, above 0    Gumbel noise
     randint(low, high)             floor(u * (high - low)) + low
+    multinomial(p, 1)              argmax(p / exponential())        categories, without replacement
 
 u and n are draws, uniform and normal (meshfold.ops.draws), in the shape of the result.
 They read nothing: of the tensor that an op fills only the shape counts. What is asked for in
@@ -40,6 +41,8 @@ def _written(op: RawOp, values: dict[Key, Value]) -> list[RawOp]:
         return [op]
     draw = _Draw(op, values)
     if draw.dtype.is_complex or draw.arguments.get("generator") is not None:
+        return [op]
+    if draw.arguments.get("replacement") and draw.arguments["num_samples"] > 1:
         return [op]
     form(draw)
     *before, last = draw.ops
@@ -77,15 +80,15 @@ class _Draw:
     def scaled(self, x: Operand, factor: RawArg, offset: RawArg) -> Operand:
         """x * factor + offset, each a number or a tensor without a gradient."""
         if factor != 1:
-            x = self.make("aten.mul.Tensor", self.dtype, x, self._constant(factor))
+            x = self.make("aten.mul.Tensor", self.dtype, x, self.constant(factor))
         if offset != 0:
-            x = self.make("aten.add.Tensor", self.dtype, x, self._constant(offset))
+            x = self.make("aten.add.Tensor", self.dtype, x, self.constant(offset))
         return x
 
     def cast(self, x: Operand) -> Operand:
         return self.make("aten._to_copy.default", self.dtype, x, dtype=symbol(self.dtype))
 
-    def _constant(self, factor: RawArg) -> RawArg:
+    def constant(self, factor: RawArg) -> RawArg:
         """torch gives the parameters of a random op no gradient."""
         if not isinstance(factor, Operand):
             return factor
@@ -142,6 +145,25 @@ def _whole(draw: _Draw) -> None:
     draw.scaled(whole, 1, low)
 
 
+def _chosen(draw: _Draw) -> None:
+    """As torch does it: the largest of p / e, or the n largest, are n of p without replacement."""
+    probability, count = draw.arguments["self"], draw.arguments["num_samples"]
+    made, draw.result = draw.result, draw.values[probability.key]
+    draw.dtype = torch_dtype(draw.result.dtype)
+    p = draw.constant(probability)
+    _exponential(draw)
+    ratio = draw.make("aten.div.Tensor", draw.dtype, p, Operand(draw.ops[-1].outputs[0]))
+    draw.result = made
+    if count == 1:
+        draw.make("aten.argmax.default", torch.int64, ratio, -1, True)
+        return
+    largest = draw.make("aten.topk.default", draw.dtype, ratio, count, -1)
+    places = f"{largest.key}:places"
+    draw.values[places] = made
+    draw.ops[-1] = replace(draw.ops[-1], outputs=(str(largest.key), places))
+    draw.make("aten.alias.default", torch.int64, Operand(places))
+
+
 _FORMS: dict[str, Callable[[_Draw], None]] = {
     **{f"aten.{name}": _uniform for name in ("rand.default", "rand_like.default")},
     "aten.rand.generator": _uniform,
@@ -155,6 +177,7 @@ _FORMS: dict[str, Callable[[_Draw], None]] = {
     },
     **{f"aten.bernoulli.{name}": _bernoulli for name in ("default", "p", "Tensor")},
     "aten.exponential.default": _exponential,
+    "aten.multinomial.default": _chosen,
     **{f"aten.randint.{name}": _whole for name in ("default", "low", "generator", "low_generator")},
     **{f"aten.randint_like.{name}": _whole for name in ("default", "low_dtype")},
 }

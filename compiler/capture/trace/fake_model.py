@@ -79,6 +79,7 @@ def model_names(
     masters: set[str] = set()
     for key, (name, *aliases) in groups.items():
         tensor = tensors[key]
+        _refuse_sparse(tensor, name)
         shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
         if name in written and key in casts and casts[key] != tensor.dtype:
             raise CaptureError(
@@ -103,6 +104,15 @@ def model_names(
             buffers.append(BufferInfo(name, shape, dtype, persistent, tuple(aliases)))
         sources.update(dict.fromkeys((name, *aliases), Source(kind, name)))
     return Names(tuple(parameters), tuple(buffers), sources, frozenset(masters))
+
+
+def _refuse_sparse(tensor: torch.Tensor, name: str) -> None:
+    if tensor.layout is not torch.strided:
+        raise CaptureError(
+            f"{name} is a sparse tensor, which a graph of ranks has no shards of; pass it dense "
+            "(to_dense()), or its indices and values, and use index_add or scatter_add",
+            op=name,
+        )
 
 
 def _is_persistent(model: nn.Module, name: str) -> bool:
@@ -183,6 +193,7 @@ def flatten_inputs(
             return fixed[path]
         if not isinstance(value, torch.Tensor):
             return value
+        _refuse_sparse(value, f"the input {path}")
         dtype = narrow_dtype(value.dtype, precision)
         infos.append(InputInfo(path, tuple(value.shape), dtype_name(dtype)))
         tensors.append(fake_like(value.detach(), mode, dtype).requires_grad_(value.requires_grad))

@@ -8,6 +8,7 @@ that trains, and kept as a Check. Anything else is refused with its line: a grap
 """
 
 import inspect
+import math
 import operator
 import traceback
 import weakref
@@ -83,6 +84,10 @@ class ValueChecks:
         """Keep a check, which every step runs. text: what the condition says."""
         assertion = Assertion(_line(), text, True, is_always_run=True)
         self.found.append(Check(assertion, condition))
+
+    def keep(self, condition: torch.Tensor, text: str) -> None:
+        """Keep a check of torch's, of which every good batch is True."""
+        self.found.append(Check(Assertion(_line(), text, True), condition))
 
     def _is_run(self, check: Check) -> bool:
         if check.assertion.is_always_run:
@@ -244,6 +249,34 @@ def dropout_in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     return x.copy_(functional.dropout(x, given["p"], True))
 
 
+def gaussian_nll_loss(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], checks: ValueChecks
+) -> Any:
+    """The loss as torch computes it, with its look at the variances as a check; NotImplemented for
+    another function, and for variances of a form that torch refuses."""
+    if func is not functional.gaussian_nll_loss:
+        return NotImplemented
+    names = ("input", "target", "var", "full", "eps", "reduction")
+    given: dict[str, Any] = {"full": False, "eps": 1e-6, "reduction": "mean"}
+    given |= dict(zip(names, args, strict=False)) | dict(kwargs)
+    x, target, variance = given["input"], given["target"], given["var"]
+    if not isinstance(variance, torch.Tensor):
+        return NotImplemented
+    checks.keep((variance >= 0).all(), "gaussian_nll_loss: no variance is below 0")
+    if variance.shape == x.shape[:-1]:
+        variance = variance.unsqueeze(-1)
+    pairs = zip(variance.shape, x.shape, strict=False)
+    if variance.ndim != x.ndim or any(v not in (1, n) for v, n in pairs):
+        return NotImplemented
+    # A variance below eps is taken for eps, and has the gradient of what it was.
+    variance = variance + (variance.clamp(min=given["eps"]) - variance).detach()
+    loss = 0.5 * (variance.log() + (x - target) ** 2 / variance)
+    if given["full"]:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    reduction = given["reduction"]
+    return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
+
+
 class Answering(TorchFunctionMode):
     """Answers for assertions, writes CTC losses and what masks select in ops of fixed shape, keeps
     dropout one op, and leaves everything else as it is. known: answers before all of that with
@@ -279,6 +312,8 @@ class Answering(TorchFunctionMode):
         answer = self.selections.answer(func, args, kwargs)
         if answer is NotImplemented:
             answer = ctc_loss(func, args, kwargs)
+        if answer is NotImplemented:
+            answer = gaussian_nll_loss(func, args, kwargs, self.checks)
         if answer is NotImplemented:
             answer = dropout_in_place(func, args, kwargs)
         if answer is NotImplemented:

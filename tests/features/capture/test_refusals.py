@@ -1,11 +1,13 @@
 """Models that do something else where they are traced: refused in plain words."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import meshfold
 from meshfold.capture.pipeline import capture
 from meshfold.errors import CaptureError
 
@@ -134,3 +136,77 @@ def test_an_input_that_is_clamped_in_place_is_captured() -> None:
     captured = capture(Writes(lambda x: x.clamp_(-0.5, 0.5)), {"x": X["x"].clone()})
     (region,) = captured.graph.regions
     assert region.graph.ops[0].target == "aten.clamp.default" and not region.graph.mutations
+
+
+class Neighbours(nn.Module):
+    """A layer of a graph network, with its adjacency as an input or as a buffer."""
+
+    def __init__(self, adjacency: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("adjacency", adjacency, persistent=False)
+
+    def forward(self, x: torch.Tensor, adjacency: torch.Tensor | None = None) -> torch.Tensor:
+        matrix = self.adjacency if adjacency is None else adjacency
+        return torch.sparse.mm(matrix, self.layer(x)).square().sum()
+
+
+def test_sparse_tensors_are_refused_by_their_names() -> None:
+    sparse = torch.eye(2).to_sparse()
+    with pytest.raises(CaptureError, match="the input adjacency is a sparse tensor, .*to_dense"):
+        capture(Neighbours(), {**X, "adjacency": sparse})
+    with pytest.raises(CaptureError, match="^adjacency is a sparse tensor"):
+        capture(Neighbours(sparse), X)
+
+
+class Quantized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = torch.fake_quantize_per_tensor_affine(self.layer.weight, 0.05, 0, -128, 127)
+        return nn.functional.linear(x, weight).square().sum()
+
+
+def test_an_op_that_needs_values_is_refused_when_its_memory_is_counted() -> None:
+    with pytest.raises(CaptureError, match="fake_quantize.* has no form without values, by which"):
+        meshfold.compile(Quantized(), "local-cpux1", X)
+
+
+class Sampled(nn.Module):
+    """An energy with samples of a chain that goes down its slope: no gradient flows through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(4, 8), nn.SiLU(), nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = (x * 0.5).detach().requires_grad_(True)
+        for _ in range(2):
+            (slope,) = torch.autograd.grad(self.energy(y).sum(), y)
+            y = (y - 0.1 * slope).detach().requires_grad_(True)
+        return self.energy(x).mean() - self.energy(y.detach()).mean()
+
+
+class Repeated(nn.Module):
+    """What has no element is repeated, as V-JEPA 2 does with what it does not mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        none = self.layer(x)[:, :0].repeat(1, 2)
+        return torch.cat([none, self.layer(x)], 1).square().mean()
+
+
+@pytest.mark.parametrize("made", [Sampled, Repeated])
+def test_what_is_no_obstacle_is_trained(made: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = made()
+    compiled = meshfold.compile(copy.deepcopy(model), "local-cpux1", X)
+    for one in (model, compiled):
+        one(**X).backward()
+    for name, parameter in compiled.named_parameters():
+        torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad)

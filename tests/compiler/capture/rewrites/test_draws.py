@@ -55,6 +55,13 @@ FORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "a distribution": lambda x: torch.distributions.Normal(x, 1.0, validate_args=False).rsample(),
     "exponential_": lambda x: torch.empty_like(x).exponential_(2.0),
     "gumbel_softmax": F.gumbel_softmax,
+    "multinomial": lambda x: torch.multinomial(x.flatten(0, 1).sigmoid(), 1).view(64, 6, 1) + x,
+    "multinomial of several": lambda x: (
+        torch.multinomial(x.flatten(0, 1).sigmoid(), 8).view(64, 6, 8) + x
+    ),
+    "categorical": lambda x: (
+        torch.distributions.Categorical(logits=x, validate_args=False).sample()[..., None] + x
+    ),
     "randint": lambda x: torch.randint(-2, 5, x.shape) + x,
     "randint from 0": lambda x: torch.randint(5, x.shape) + x,
     "randint_like": lambda x: torch.randint_like(x, 5),

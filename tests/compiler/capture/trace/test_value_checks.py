@@ -103,6 +103,22 @@ class Distributed(nn.Module):
         return apart.sum(-1).mean() - fit.mean()
 
 
+class Heteroscedastic(nn.Module):
+    """A loss of torch.nn.functional, which looks at the variances that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, spread = self.layer(x).chunk(2, -1)
+        variance = nn.functional.softplus(spread)
+        loss = nn.functional.gaussian_nll_loss
+        # Some variances are below eps, and torch lets their gradients pass.
+        some = loss(mean, x[..., :1], variance.squeeze(-1), eps=0.6, reduction="sum")
+        return loss(mean, x[..., :1], variance, full=True) + 0.1 * some
+
+
 class Correlated(nn.Module):
     """The likelihood of a Gaussian process, whose covariance torch checks for symmetry first."""
 
@@ -117,14 +133,15 @@ class Correlated(nn.Module):
         )
 
 
-@pytest.mark.parametrize("made", [Distributed, Correlated])
+@pytest.mark.parametrize("made", [Distributed, Heteroscedastic, Correlated])
 def test_distributions_of_torch_check_their_arguments(made: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model = made().double()
     batch = {"x": X["x"].double()}
     with float64_everywhere():
         captured = capture(model, batch)
-    assert any("distribution.py" in note for note in captured.graph.notes)
+    checking = "gaussian_nll_loss" if made is Heteroscedastic else "distribution.py"
+    assert any(checking in note for note in captured.graph.notes)
     for strategy in (UniformStrategy(dp=2, zero=3), UniformStrategy(dp=1, tp=2)):
         program = emit_uniform(captured, strategy, BATCH)
         for errors in errors_of_a_step(model, batch, captured, program):
