@@ -4,6 +4,7 @@
     if not x.isfinite().all(): raise ...           and this one False
     if mask.sum() == 0: warnings.warn(...)         a warning changes no number: False
     torch_compilable_check(count == n, ...)        a function that does no more than check
+    if not mask.any(): mask = None                 what is left out says the same as None: False
 
 Python asks for the truth of a value while it runs one instruction. Its position leads to the
 expression in the source, and the expression up through not, and, or, all(), any() and names that
@@ -18,6 +19,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
+from typing import Literal
 
 from meshfold.torch_compat.source_lines import validates_arguments
 
@@ -40,6 +42,9 @@ _LIBRARY_CHECKS = frozenset(
 _WARNS = frozenset({"print", "warn", "warning", "warning_once", "warn_once", "info", "debug"})
 """Functions and methods that tell somebody something."""
 
+Kind = Literal["check", "warning", "shortcut"]
+"""A check raises, a warning does not; a shortcut leaves out a mask that says nothing."""
+
 _LONGEST = 100
 """Characters of an assertion that are shown."""
 
@@ -55,7 +60,7 @@ class Assertion:
     text: str
     holds: bool
     is_all: bool = True
-    only_warns: bool = False
+    kind: Kind = "check"
     called: str = ""
     is_always_run: bool = False
 
@@ -153,7 +158,7 @@ class _Wanted:
     statement: ast.stmt | ast.expr
     truth: bool
     is_all: bool = True
-    only_warns: bool = False
+    kind: Kind = "check"
 
 
 class _Climb:
@@ -176,7 +181,7 @@ class _Climb:
             return None
         source = f"{self.name}:{wanted.statement.lineno}"
         text = _text(wanted.statement)
-        return Assertion(source, text, wanted.truth, wanted.is_all, wanted.only_warns, called)
+        return Assertion(source, text, wanted.truth, wanted.is_all, wanted.kind, called)
 
     def wanted(self, node: ast.AST) -> _Wanted | None:
         """What `node` has to be for the model to go on; None if it may be either."""
@@ -185,6 +190,8 @@ class _Climb:
             return _Wanted(parent, True) if node is parent.test else None
         if isinstance(parent, ast.If):
             return self._wanted_by_if(parent) if node is parent.test else None
+        if isinstance(parent, ast.IfExp) and node is parent.test:
+            return _wanted_by_choice(parent)
         if isinstance(parent, ast.UnaryOp) and isinstance(parent.op, ast.Not):
             return _negated(self.wanted(parent))
         if isinstance(parent, ast.BoolOp):
@@ -225,7 +232,9 @@ class _Climb:
         if isinstance(branch.body[-1], ast.Return) and not branch.orelse:
             return _Wanted(branch, True) if _raises(self._rest(branch)[:1]) else None
         if _warns(branch.body) and not branch.orelse:
-            return _Wanted(branch, False, only_warns=True)
+            return _Wanted(branch, False, kind="warning")
+        if _leaves_out(branch):
+            return _Wanted(branch, False, kind="shortcut")
         return None
 
     def _rest(self, statement: ast.stmt) -> Sequence[ast.stmt]:
@@ -270,14 +279,14 @@ def _caught(tree: ast.AST) -> Iterator[tuple[int, int]]:
 def _negated(wanted: _Wanted | None) -> _Wanted | None:
     if wanted is None:
         return None
-    return _Wanted(wanted.statement, not wanted.truth, wanted.is_all, wanted.only_warns)
+    return _Wanted(wanted.statement, not wanted.truth, wanted.is_all, wanted.kind)
 
 
 def _early(wanted: _Wanted | None, truth: bool) -> _Wanted | None:
     """What is wanted of one of several values, of which the first that is `truth` decides."""
     if wanted is None or wanted.truth != truth:
         return wanted
-    return _Wanted(wanted.statement, truth, False, wanted.only_warns)
+    return _Wanted(wanted.statement, truth, False, wanted.kind)
 
 
 def _called(call: ast.Call) -> str:
@@ -322,6 +331,37 @@ def _returns_what_fails(branch: ast.If) -> bool:
         ):
             return tested == returned
     return False
+
+
+def _leaves_out(branch: ast.If) -> bool:
+    """Whether a branch only leaves out a mask that says nothing: `if mask.all(): mask = None`, or
+    with another mask as its other side. Whoever takes a mask takes None for none."""
+    match branch:
+        case ast.If(test, [ast.Assign([ast.Name(name)], ast.Constant(None))], other):
+            read = {n.id for n in ast.walk(test) if isinstance(n, ast.Name)}
+            made = [s for s in other if isinstance(s, ast.Assign)]
+            names = {t.id for s in made for t in s.targets if isinstance(t, ast.Name)}
+            is_other = len(made) == len(other) and name in names if other else name in read
+            return is_other and _says_nothing(test, True)
+    return False
+
+
+def _wanted_by_choice(choice: ast.IfExp) -> _Wanted | None:
+    """`None if mask.all() else mask`, `mask if mask.any() else None`."""
+    left_out, kept = (
+        isinstance(side, ast.Constant) and side.value is None
+        for side in (choice.body, choice.orelse)
+    )
+    if left_out == kept or not _says_nothing(choice.test, left_out):
+        return None
+    return _Wanted(choice, not left_out, kind="shortcut")
+
+
+def _says_nothing(test: ast.expr, truth: bool) -> bool:
+    """Whether a test that is `truth` says that all of a mask is True, or that none of it is."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return _says_nothing(test.operand, not truth)
+    return isinstance(test, ast.Call) and _called(test) == ("all" if truth else "any")
 
 
 def _warns(block: Sequence[ast.stmt]) -> bool:

@@ -29,7 +29,7 @@ from meshfold.capture.known_values.refusals import (
     refused_branch,
     refused_number,
 )
-from meshfold.capture.trace.assertions import Assertion, Sources, is_library_check
+from meshfold.capture.trace.assertions import Assertion, Kind, Sources, is_library_check
 from meshfold.capture.trace.selections import Selections, ctc_loss
 from meshfold.errors import CaptureError
 from meshfold.ops.value_checks import checked
@@ -39,6 +39,12 @@ from meshfold.torch_compat.source_lines import (
     user_line,
     validates_arguments,
 )
+
+_KINDS: Mapping[Kind, str] = {
+    "check": "a check of values",
+    "warning": "a warning",
+    "shortcut": "a way around a mask that says nothing",
+}
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ class ValueChecks:
     def notes(self) -> tuple[str, ...]:
         """A line for every assertion, and one for numbers that are kept."""
         lines = [
-            f"{'a warning' if c.assertion.only_warns else 'a check of values'} is "
+            f"{_KINDS[c.assertion.kind]} is "
             f"{'run in every step' if self._is_run(c) else 'left out'} ({c.assertion.note})"
             for c in self.found
         ]
@@ -92,7 +98,7 @@ class ValueChecks:
     def _is_run(self, check: Check) -> bool:
         if check.assertion.is_always_run:
             return True
-        return self.runs and not check.assertion.only_warns
+        return self.runs and check.assertion.kind == "check"
 
     def answer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What a function of torch that gives a truth or a number gives here; NotImplemented for
@@ -153,7 +159,7 @@ class ValueChecks:
         return float(assertion.holds) if tensor.is_floating_point() else int(assertion.holds)
 
     def _keep(self, assertion: Assertion, condition: torch.Tensor) -> bool:
-        if self.runs and not assertion.is_all:
+        if self.runs and not assertion.is_all and assertion.kind == "check":
             raise CaptureError(
                 f"{assertion.text} cannot be run in a step, since one of several values decides "
                 "it; write a statement for each, or leave checks out (value_checks='drop')",

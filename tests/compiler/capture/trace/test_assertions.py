@@ -60,13 +60,13 @@ def test_what_an_assertion_wants(
     line = check.__code__.co_firstlineno
     assert all(line < int(found.source.rpartition(":")[2]) < line + 5 for found in asked)
     assert asked[0].note.startswith("branches.py:")
-    assert not any(found.only_warns for found in asked)
+    assert all(found.kind == "check" for found in asked)
 
 
 def test_a_branch_that_only_warns_is_told_apart() -> None:
     asked: list[Assertion] = []
     branches.warned(Value(asked))
-    assert [(found.holds, found.only_warns) for found in asked] == [(False, True)]
+    assert [(found.holds, found.kind) for found in asked] == [(False, "warning")]
 
 
 def test_the_first_of_two_that_may_hold_does_not_decide_alone() -> None:

@@ -19,6 +19,7 @@ from meshfold.capture.trace.layer_drop import LayerDrops
 from meshfold.capture.trace.value_checks import ValueChecks
 from meshfold.errors import CaptureError, ValueCheckError
 from meshfold.ir.strategy import UniformStrategy
+from meshfold.ops.reference_interpreter import run_graph
 from meshfold.validation.float64_mode import float64_everywhere
 
 BATCH, WIDTH = 4, 8
@@ -279,3 +280,79 @@ def test_dropout_in_place_stays_one_op(drop):
 def test_dropout_in_place_of_eval_mode_is_nothing():
     regions = capture(DropsInPlace(nn.Dropout(inplace=True)).eval(), {"x": torch.zeros(2, 4)})
     assert not [op for r in regions.graph.regions for op in r.graph.ops if "dropout" in op.target]
+
+
+def mask_dropped(mask: Tensor) -> Any:
+    if mask.all():
+        mask = None  # type: ignore[assignment]
+    return None if mask is None else ~mask
+
+
+def padding_dropped(mask: Tensor) -> Any:
+    padding: Any = ~mask
+    if not torch.any(padding):
+        padding = None
+    return padding
+
+
+def other_mask(mask: Tensor) -> Any:
+    if mask.all():
+        padding = None
+    else:
+        padding = ~mask
+    return padding
+
+
+def chosen_mask(mask: Tensor) -> Any:
+    padding = ~mask
+    return padding if padding.any() else None
+
+
+class Padded(nn.Module):
+    """Attention that is given no mask where nothing is padded."""
+
+    def __init__(self, padding: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.padding = padding
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        padding = self.padding(mask)
+        made, _ = self.attention(x, x, x, key_padding_mask=padding, need_weights=False)
+        loss: Tensor = made.square().mean()
+        return loss
+
+
+@pytest.mark.parametrize("padding", [mask_dropped, padding_dropped, other_mask, chosen_mask])
+def test_a_way_around_a_mask_that_says_nothing_is_not_taken(padding: Any) -> None:
+    torch.manual_seed(0)
+    model = Padded(padding).double()
+    x = torch.randn(3, 5, WIDTH, dtype=torch.float64)
+    full = torch.ones(3, 5, dtype=torch.bool)
+    some = full.clone()
+    some[0, 3:] = False
+    with float64_everywhere():
+        captured = capture(model, {"x": x, "mask": full}, value_checks="run")
+    (note,) = captured.graph.notes
+    assert note.startswith("a way around a mask that says nothing is left out (test_value_checks")
+    parameters = dict(model.named_parameters())
+    for mask in (full, some):
+        made = run_graph(captured.graph, parameters, {}, captured.constants, {"x": x, "mask": mask})
+        torch.testing.assert_close(next(iter(made.values())), model(x, mask), rtol=0, atol=1e-14)
+
+
+def reversed_mask(mask: Tensor) -> Any:
+    if mask.any():
+        mask = None  # type: ignore[assignment]
+    return mask
+
+
+def count_dropped(mask: Tensor) -> Any:
+    return None if mask.sum() > 3 else ~mask
+
+
+@pytest.mark.parametrize("padding", [reversed_mask, count_dropped])
+def test_other_ways_around_a_mask_are_branches(padding: Any) -> None:
+    x = torch.randn(3, 5, WIDTH)
+    with pytest.raises(CaptureError, match="a Python branch depends on the value of a tensor"):
+        capture(Padded(padding), {"x": x, "mask": torch.ones(3, 5, dtype=torch.bool)})
