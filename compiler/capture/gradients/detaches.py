@@ -7,6 +7,7 @@ and later readers of the same tensor read the detached one. A detached value tha
 gradient is written into is a copy.
 """
 
+import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -169,6 +170,8 @@ def _written(op: fx.Node) -> Any:
 
 def _base(op: fx.Node) -> fx.Node | None:
     """The operand that the result of an op is, or may be, or may be a part of; None for others."""
+    if op.target is operator.getitem and isinstance(parts := op.args[0], fx.Node):
+        return parts if _base(parts) is not None else None
     schema = getattr(op.target, "_schema", None)
     if op.op != "call_function" or schema is None:
         return None

@@ -148,7 +148,8 @@ def _whole(draw: _Draw) -> None:
 def _chosen(draw: _Draw) -> None:
     """As torch does it: the largest of p / e, or the n largest, are n of p without replacement."""
     probability, count = draw.arguments["self"], draw.arguments["num_samples"]
-    made, draw.result = draw.result, draw.values[probability.key]
+    made = draw.result
+    draw.result = replace(draw.values[probability.key], requires_grad=False)
     draw.dtype = torch_dtype(draw.result.dtype)
     p = draw.constant(probability)
     _exponential(draw)

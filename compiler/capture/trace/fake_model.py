@@ -79,7 +79,7 @@ def model_names(
     masters: set[str] = set()
     for key, (name, *aliases) in groups.items():
         tensor = tensors[key]
-        _refuse_sparse(tensor, name)
+        _refuse_layout(tensor, name)
         shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
         if name in written and key in casts and casts[key] != tensor.dtype:
             raise CaptureError(
@@ -106,10 +106,11 @@ def model_names(
     return Names(tuple(parameters), tuple(buffers), sources, frozenset(masters))
 
 
-def _refuse_sparse(tensor: torch.Tensor, name: str) -> None:
+def _refuse_layout(tensor: torch.Tensor, name: str) -> None:
+    """Refuses sparse and nested tensors."""
     if tensor.layout is not torch.strided:
         raise CaptureError(
-            f"{name} is a sparse tensor, which a graph of ranks has no shards of; pass it dense "
+            f"{name} has the layout {tensor.layout}, of which ranks have no shards; pass it dense "
             "(to_dense()), or its indices and values, and use index_add or scatter_add",
             op=name,
         )
@@ -193,7 +194,7 @@ def flatten_inputs(
             return fixed[path]
         if not isinstance(value, torch.Tensor):
             return value
-        _refuse_sparse(value, f"the input {path}")
+        _refuse_layout(value, f"the input {path}")
         dtype = narrow_dtype(value.dtype, precision)
         infos.append(InputInfo(path, tuple(value.shape), dtype_name(dtype)))
         tensors.append(fake_like(value.detach(), mode, dtype).requires_grad_(value.requires_grad))

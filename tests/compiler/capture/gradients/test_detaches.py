@@ -158,13 +158,20 @@ def read_afterwards(model: Any, x: Tensor) -> Tensor:
     return kept  # type: ignore[no-any-return]
 
 
+def read_as_a_whole(model: Any, x: Tensor) -> Tensor:
+    kept = model.places[x] * 1
+    part, _ = kept.chunk(2, -1)
+    part.detach().add_(model.segments(x)[..., :2])
+    return kept  # type: ignore[no-any-return]
+
+
 def into_a_buffer(model: Any, x: Tensor) -> Tensor:
     places = model.places[:3].detach()
     places += model.segments(x[0])
     return places  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("write", [read_afterwards, into_a_buffer])
+@pytest.mark.parametrize("write", [read_afterwards, read_as_a_whole, into_a_buffer])
 def test_writes_through_detach_that_others_see_are_refused(write: Any) -> None:
     with pytest.raises(CaptureError, match=r"through detach\(\), a tensor whose gradient is used"):
         capture(Placed(write), {"x": torch.randint(0, 8, (4, 3))})
