@@ -91,7 +91,7 @@ def _refuse_change_of_outer_value(op: fx.Node, outer: Mapping[fx.Node, Any]) -> 
     if is_outer and _carries_gradient(outer[base]):
         raise CaptureError(
             f"{op.target} changes a tensor inside torch.no_grad whose gradient is used; "
-            "write it out of place",
+            "write it out of place (a parameter: between steps)",
             op=str(op.target),
             source=line_in(op.meta.get("stack_trace") or ""),
         )

@@ -40,7 +40,8 @@ _REFUSED: tuple[tuple[Any, str, str], ...] = (
     (
         _SET_DATA,
         "Tensor.data =",
-        "compute a new tensor, or write to a buffer with copy_ under torch.no_grad",
+        "compute a new tensor, write to a buffer with copy_ under torch.no_grad, or change a "
+        "parameter between steps",
     ),
     (torch.Tensor.register_hook, "Tensor.register_hook", "write what it does with ordinary ops"),
     (
