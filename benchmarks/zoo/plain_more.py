@@ -233,7 +233,7 @@ MODELS = (
     ),
     _is("neural_ode", lambda: fits(fields.NeuralOde(), _rows(8), BATCH, 8)),
     _is("contrastive", lambda: _loss(nets.Contrastive(), a=_rows(16), b=_rows(16))),
-    _is("capsules", lambda: images(nets.Capsules(), 16)),
+    _is("capsules", lambda: images(nets.Capsules(), 32)),
     _is("perceiver", lambda: fits(nets.Perceiver(), _rows(10, 8), BATCH, 4)),
     _is("set_transformer", lambda: fits(nets.SetAttention(), _rows(10, 8), BATCH, 4)),
     _is("conv_lstm", lambda: fits(nets.ConvLstm(), _rows(3, 3, 8, 8), BATCH, 3, 8, 8)),

@@ -179,7 +179,7 @@ MONAI = (
     ),
     _monai(
         "SwinUNETR",
-        (1, 32, 32),
+        (1, 64, 64),
         1,
         2,
         feature_size=12,

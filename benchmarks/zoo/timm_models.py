@@ -105,14 +105,19 @@ TIMM = (
         "convmixer",
         lambda m: m.ConvMixer(dim=16, depth=2, patch_size=4, num_classes=CLASSES),
     ),
-    _timm("efficientformerv2_s0"),
+    _of_timm(
+        "efficientformerv2_s0",
+        "efficientformer_v2",
+        lambda m: m.efficientformerv2_s0(num_classes=CLASSES, img_size=64),
+        pixels=64,
+    ),
     _timm("mobileone_s0"),
     _timm(
         "coat_lite_tiny",
         img_size=32,
-        embed_dims=(8, 16, 24, 32),
+        embed_dims=(16, 32, 48, 64),
         serial_depths=(1, 1, 1, 1),
-        num_heads=4,
+        num_heads=8,
     ),
     _of_timm("tiny_vit", "tiny_vit", _tiny_vit, pixels=64),
 )

@@ -232,7 +232,7 @@ VIT_PYTORCH = (
         "crossformer",
         "crossformer.CrossFormer",
         pixels=64,
-        dim=(8, 16, 16, 32),
+        dim=(32, 32, 64, 64),
         depth=(1, 1, 1, 1),
         global_window_size=(2, 2, 2, 1),
         local_window_size=2,
@@ -262,12 +262,12 @@ VIT_PYTORCH = (
     _vit_pytorch(
         "sep_vit",
         "sep_vit.SepViT",
-        pixels=32,
+        pixels=56,
         dim=16,
         dim_head=8,
         heads=(1, 2),
         depth=(1, 1),
-        window_size=4,
+        window_size=7,
         dropout=0.1,
     ),
     _vit_pytorch(
