@@ -35,12 +35,14 @@ from meshfold.errors import CaptureError
 @dataclass(frozen=True)
 class Mask:
     """A mask of rows. version: of its memory when rows were taken; assume: keeps a check, which
-    every step runs; is_same: whether another tensor is equal for every batch."""
+    every step runs; is_same: whether another tensor is equal for every batch; number: makes a
+    number of a tensor, of which assertions can ask."""
 
     tensor: Tensor
     version: int
     assume: Callable[[Tensor, str], None]
     is_same: Callable[[Tensor, Tensor], bool]
+    number: Callable[[Tensor], Any]
 
 
 def _operator(name: str) -> Any:
@@ -74,10 +76,14 @@ class MaskedRows(Selected):
 
     @property
     def count(self) -> Count:
+        return self._count_times(1)
+
+    def _count_times(self, width: int) -> Count:
         def is_any() -> None:
             self.mask.assume(self.chosen().any(), "a mask has a row")
 
-        return Count(self.refused, is_any)
+        number = self.mask.number
+        return Count(self.refused, is_any, lambda: number(self.chosen().sum() * width))
 
     @property
     def shape(self) -> tuple[Any, ...]:
@@ -297,7 +303,7 @@ class MaskedRows(Selected):
 
     def _size(self, name: str, dim: Any = None) -> Any:
         if name != "size":
-            return self.count
+            return self._count_times(math.prod(self.row))
         if dim is None:
             return self.shape
         return self.count if dim in (0, -self.ndim) else self.values.shape[self._dim(dim)]

@@ -33,11 +33,17 @@ class Selected:
 
 class Count(Selected):
     """How many rows there are. Asked whether there are any, there are: assume keeps a check of
-    that, which every step runs."""
+    that, which every step runs. number: makes the number of them, which assertions compare with
+    others (models of transformers count the places of images)."""
 
-    def __init__(self, refused: CaptureError, assume: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        refused: CaptureError,
+        assume: Callable[[], None],
+        number: Callable[[], Any] | None = None,
+    ) -> None:
         super().__init__(refused)
-        self.assume = assume
+        self.assume, self.number = assume, number
 
     def _is_any(self, other: Any, least: int) -> bool:
         if type(other) is not int or other != least:
@@ -52,9 +58,13 @@ class Count(Selected):
         return self._is_any(other, 1)
 
     def __ne__(self, other: object) -> bool:
+        if self.number is not None and type(other) is int and other > 0:
+            return bool(self.number() != other)
         return self._is_any(other, 0)
 
     def __eq__(self, other: object) -> bool:
+        if self.number is not None and type(other) is int and other > 0:
+            return bool(self.number() == other)
         return not self._is_any(other, 0)
 
     def __bool__(self) -> bool:

@@ -154,7 +154,7 @@ class Selections:
             raise refused
         self.sources.append(refused.source)
         self.num_filled += hidden.is_floating_point()
-        known = Mask(mask, mask._version, self.assume, self.masks.are_equal)
+        known = Mask(mask, mask._version, self.assume, self.masks.are_equal, self.number)
         return rows_of(hidden, known, self.num_filled, refused)
 
     def _write(self, hidden: Tensor, mask: Any, rows: MaskedRows) -> None:

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshfold.capture.pipeline import capture
-from meshfold.errors import CaptureError
+from meshfold.errors import CaptureError, ValueCheckError
 from meshfold.ir.strategy import UniformStrategy
+from meshfold.ops.reference_interpreter import run_graph
 from meshfold.validation.float64_mode import float64_everywhere
 
 BATCH, STEPS, LABELS, CLASSES = 4, 10, 4, 6
@@ -151,3 +152,36 @@ def test_rows_that_a_mask_selects_are_for_nothing_else(model: type[ByLastEnd]) -
     with pytest.raises(CaptureError, match="gives a shape or a number") as caught:
         capture(model(), rows_with_ends())
     assert "test_selections.py" in caught.value.source
+
+
+class Placing(nn.Module):
+    """Puts features of images among those of a text, after it has counted their places, as models
+    of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.vision = nn.Embedding(9, 4), nn.Linear(4, 4)
+
+    def forward(self, ids: Tensor, images: Tensor) -> Tensor:
+        x, features = self.embed(ids), self.vision(images)
+        mask = (ids == 0).unsqueeze(-1).expand_as(x)
+        if x[mask].numel() != features.numel():
+            raise ValueError("image features and image tokens do not match")
+        return x.masked_scatter(mask, features).square().mean()
+
+
+def test_places_are_counted_in_a_check() -> None:
+    ids = torch.tensor([[0, 0, 3, 4], [5, 0, 6, 0]])
+    model, images = Placing(), torch.randn(4, 4)
+    captured = capture(model, {"ids": ids, "images": images}, value_checks="run")
+    assert any("is run in every step (test_selections" in note for note in captured.graph.notes)
+
+    def loss(ids: Tensor) -> Tensor:
+        batch = {"ids": ids, "images": images}
+        parameters = dict(model.named_parameters())
+        (made,) = run_graph(captured.graph, parameters, {}, captured.constants, batch).values()
+        return made
+
+    torch.testing.assert_close(loss(ids), model(ids, images))
+    with pytest.raises(ValueCheckError, match=r"x\[mask\].numel\(\) != features.numel\(\)"):
+        loss(ids.clamp(min=1))
