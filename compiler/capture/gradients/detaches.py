@@ -22,6 +22,15 @@ from meshfold.torch_compat.source_lines import definition, line_in
 
 _BLOCK = "wrap_with_set_grad_enabled"
 _IN_NO_GRAD = "meshfold_in_no_grad"
+_GIVE_BACK = (
+    torch.ops.aten.to.dtype,
+    torch.ops.aten.to.dtype_layout,
+    torch.ops.aten.to.device,
+    torch.ops.aten.to.other,
+    torch.ops.aten.contiguous.default,
+    torch.ops.aten.dropout.default,
+)
+"""Ops that return their operand itself where there is nothing to do."""
 _DETACHES = (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
 
 
@@ -68,7 +77,7 @@ def _inline_block(module: fx.GraphModule, node: fx.Node) -> None:
             if not enables_gradient:
                 outer[inner].meta[_IN_NO_GRAD] = True
     for item in list(node.users):
-        result = results[item.args[1]]
+        result = _given_back(results[item.args[1]])
         value = outer[result]
         # A value that only passes through a block keeps its gradient.
         made_inside = result.op != "placeholder"
@@ -79,6 +88,26 @@ def _inline_block(module: fx.GraphModule, node: fx.Node) -> None:
     module.graph.erase_node(node)
     if not getter.users:
         module.graph.erase_node(getter)
+
+
+def _given_back(value: fx.Node) -> fx.Node:
+    """What an op gives back as it is: x.to(x.dtype) is x, and keeps its gradient in any block.
+    Readers of x behind the block read what came out of it."""
+    while value.target in _GIVE_BACK and isinstance(source := value.args[0], fx.Node):
+        if not _has_nothing_to_do(value, source):
+            break
+        value = source
+    return value
+
+
+def _has_nothing_to_do(op: fx.Node, source: fx.Node) -> bool:
+    made, given = op.meta["val"], source.meta["val"]
+    if op.target is torch.ops.aten.dropout.default:
+        return not (op.args[1] and op.args[2])
+    if op.target is torch.ops.aten.contiguous.default:
+        return bool(given.is_contiguous())
+    is_copy = any(x is True for x in (*op.args[1:], *op.kwargs.values()))
+    return not is_copy and (made.dtype, made.device) == (given.dtype, given.device)
 
 
 def _refuse_change_of_outer_value(op: fx.Node, outer: Mapping[fx.Node, Any]) -> None:

@@ -135,7 +135,18 @@ def to_a_block(model: Any, x: Tensor) -> Tensor:
     return places  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("write", [to_a_constant, to_a_view, in_place, to_a_block])
+def cast_to_its_dtype(model: Any, x: Tensor) -> Tensor:
+    """As indexers of sparse attention cast hidden states that are read behind them, too."""
+    places = model.layer(model.places[x]) * model.segments(x)
+    with torch.no_grad():
+        chosen = places.to(places.dtype).contiguous().sum(-1, keepdim=True) > 0
+        kept = nn.functional.dropout(places, 0.5, training=False) * 2
+    return places * chosen + kept  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "write", [to_a_constant, to_a_view, in_place, to_a_block, cast_to_its_dtype]
+)
 def test_what_is_written_into_a_detached_value_has_its_gradient(write: Any) -> None:
     model = Placed(write).double()
     x = torch.randint(0, 8, (4, 3))

@@ -85,7 +85,7 @@ def test_a_few_steps_are_captured() -> None:
 
 
 DRAWS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
-    "multinomial": lambda _, x: x[..., torch.multinomial(torch.ones(4), 4)],
+    "multinomial": lambda _, x: x[..., torch.multinomial(torch.ones(4), 4, True)],
     "poisson": lambda _, x: x + torch.poisson(x.detach().abs()),
     "randn": lambda _, x: x + torch.randn(x.shape, dtype=torch.complex64).real,
     "randperm": lambda _, x: x[torch.randperm(len(x))],
