@@ -18,19 +18,11 @@ from torch.export import ExportedProgram
 from meshfold.capture.gradients.parts import is_of_part
 from meshfold.errors import CaptureError
 from meshfold.torch_compat.autograd_functions import is_of_op
+from meshfold.torch_compat.fake_tensors import is_fake
 from meshfold.torch_compat.source_lines import definition, line_in
 
 _BLOCK = "wrap_with_set_grad_enabled"
 _IN_NO_GRAD = "meshfold_in_no_grad"
-_GIVE_BACK = (
-    torch.ops.aten.to.dtype,
-    torch.ops.aten.to.dtype_layout,
-    torch.ops.aten.to.device,
-    torch.ops.aten.to.other,
-    torch.ops.aten.contiguous.default,
-    torch.ops.aten.dropout.default,
-)
-"""Ops that return their operand itself where there is nothing to do."""
 _DETACHES = (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
 
 
@@ -93,21 +85,31 @@ def _inline_block(module: fx.GraphModule, node: fx.Node) -> None:
 def _given_back(value: fx.Node) -> fx.Node:
     """What an op gives back as it is: x.to(x.dtype) is x, and keeps its gradient in any block.
     Readers of x behind the block read what came out of it."""
-    while value.target in _GIVE_BACK and isinstance(source := value.args[0], fx.Node):
-        if not _has_nothing_to_do(value, source):
-            break
-        value = source
+    while (same := _operand_itself(value)) is not None:
+        value = same
     return value
 
 
-def _has_nothing_to_do(op: fx.Node, source: fx.Node) -> bool:
-    made, given = op.meta["val"], source.meta["val"]
-    if op.target is torch.ops.aten.dropout.default:
-        return not (op.args[1] and op.args[2])
-    if op.target is torch.ops.aten.contiguous.default:
-        return bool(given.is_contiguous())
-    is_copy = any(x is True for x in (*op.args[1:], *op.kwargs.values()))
-    return not is_copy and (made.dtype, made.device) == (given.dtype, given.device)
+def _operand_itself(value: fx.Node) -> fx.Node | None:
+    """The operand that an op returns, asked of the op itself: a view of it is another tensor."""
+    is_part = value.target is operator.getitem
+    op = value.args[0] if is_part else value
+    if not isinstance(op, fx.Node) or not isinstance(op.target, torch._ops.OpOverload):
+        return None
+    form, operands = _form(value), op.all_input_nodes
+    alike = [node for node in operands if form is not None and _form(node) == form]
+    if not alike or _written(op) is not None:
+        return None
+    args, kwargs = fx.node.map_arg((op.args, op.kwargs), lambda node: node.meta["val"])
+    with alike[0].meta["val"].fake_mode, torch.no_grad():
+        made = op.target(*args, **kwargs)
+    made = made[value.args[1]] if is_part else made
+    return next((node for node in alike if node.meta["val"] is made), None)
+
+
+def _form(node: fx.Node) -> object:
+    value: Any = node.meta.get("val")
+    return (value.shape, value.dtype, value.device) if is_fake(value) else None
 
 
 def _refuse_change_of_outer_value(op: fx.Node, outer: Mapping[fx.Node, Any]) -> None:

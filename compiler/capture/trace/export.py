@@ -36,6 +36,7 @@ from meshfold.capture.gradients.detaches import (
 )
 from meshfold.capture.gradients.inner import InnerGradients
 from meshfold.capture.gradients.route import Route
+from meshfold.capture.gradients.strided_writes import write_strided_parts
 from meshfold.capture.known_values.known_tensors import KnownTensors
 from meshfold.capture.known_values.refusals import (
     function_name,
@@ -327,6 +328,7 @@ def _decomposed(program: ExportedProgram) -> ExportedProgram:
         found = program.run_decompositions(table) if table else None
     if found is None or _has_tokens(found):
         found = program.run_decompositions({})
+    write_strided_parts(found.graph)
     return found
 
 

@@ -135,6 +135,16 @@ def to_a_block(model: Any, x: Tensor) -> Tensor:
     return places  # type: ignore[no-any-return]
 
 
+def given_back(model: Any, x: Tensor) -> Tensor:
+    """Ops with nothing to do, beside views, which have no gradient."""
+    places = model.layer(model.places[x]) * model.segments(x)
+    with torch.no_grad():
+        same = places.type_as(places), places.flatten(2), torch.atleast_2d(places)
+        more, _ = torch.broadcast_tensors(places, model.places[x])
+        views = places.view(places.shape), places.expand(places.shape), places.reshape(-1, 4)
+    return sum(same) * more + views[0] + views[1] * views[2].view(places.shape)  # type: ignore[no-any-return]
+
+
 def cast_to_its_dtype(model: Any, x: Tensor) -> Tensor:
     """As indexers of sparse attention cast hidden states that are read behind them, too."""
     places = model.layer(model.places[x]) * model.segments(x)
@@ -145,7 +155,7 @@ def cast_to_its_dtype(model: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "write", [to_a_constant, to_a_view, in_place, to_a_block, cast_to_its_dtype]
+    "write", [to_a_constant, to_a_view, in_place, to_a_block, cast_to_its_dtype, given_back]
 )
 def test_what_is_written_into_a_detached_value_has_its_gradient(write: Any) -> None:
     model = Placed(write).double()
