@@ -68,6 +68,7 @@ def _inline_block(module: fx.GraphModule, node: fx.Node) -> None:
                 outer[inner] = module.graph.node_copy(inner, outer.__getitem__)
             if not enables_gradient:
                 outer[inner].meta[_IN_NO_GRAD] = True
+                _detach_what_is_written(module.graph, outer[inner])
     for item in list(node.users):
         result = _given_back(results[item.args[1]])
         value = outer[result]
@@ -110,6 +111,17 @@ def _operand_itself(value: fx.Node) -> fx.Node | None:
 def _form(node: fx.Node) -> object:
     value: Any = node.meta.get("val")
     return (value.shape, value.dtype, value.device) if is_fake(value) else None
+
+
+def _detach_what_is_written(graph: fx.Graph, op: fx.Node) -> None:
+    """What an in-place op of a no_grad block writes has no gradient behind the block either."""
+    for value in _others(op) if _written(op) is not None else ():
+        made = value.meta.get("val")
+        if isinstance(made, torch.Tensor) and (made.is_floating_point() or made.is_complex()):
+            with graph.inserting_before(op):
+                detached = graph.call_function(torch.ops.aten.detach.default, (value,))
+            detached.meta = dict(value.meta)
+            op.replace_input_with(value, detached)
 
 
 def _refuse_change_of_outer_value(op: fx.Node, outer: Mapping[fx.Node, Any]) -> None:
