@@ -187,7 +187,23 @@ def _copy(graph: fx.Graph, value: fx.Node) -> None:
     value.replace_all_uses_with(copy, lambda user: user is not copy)
 
 
-def _readers(value: fx.Node, without: fx.Node) -> set[fx.Node]:
+def _written_into(value: fx.Node) -> list[fx.Node]:
+    """What in-place ops outside of no_grad blocks write into the memory of a value."""
+    root, found = _root(value), list[fx.Node]()
+    for reader in _readers(root):
+        written = _written(reader)
+        if isinstance(written, fx.Node) and _IN_NO_GRAD not in reader.meta:
+            found += _others(reader) if _root(written) is root else ()
+    return found
+
+
+def _root(value: fx.Node) -> fx.Node:
+    while (below := _base(value)) is not None:
+        value = below
+    return value
+
+
+def _readers(value: fx.Node, without: fx.Node | None = None) -> set[fx.Node]:
     """What reads a value or a view of it, but not the view `without` and those of it."""
     found: set[fx.Node] = set()
     pending = [value]
@@ -226,7 +242,8 @@ def _base(op: fx.Node) -> fx.Node | None:
 
 
 def _carries_gradient(value: fx.Node) -> bool:
-    """Whether `value` depends on a parameter that requires a gradient, past no detach."""
+    """Whether `value` depends on a parameter that requires a gradient, past no detach; also by what
+    is written into its memory, before or after."""
     seen, stack = {value}, [value]
     while stack:
         node = stack.pop()
@@ -240,7 +257,8 @@ def _carries_gradient(value: fx.Node) -> bool:
             continue
         if _IN_NO_GRAD in node.meta:
             continue
-        new = [n for n in node.all_input_nodes if n not in seen]
+        sources = dict.fromkeys((*node.all_input_nodes, *_written_into(node)))
+        new = [n for n in sources if n not in seen]
         seen.update(new)
         stack += new
     return False

@@ -211,6 +211,13 @@ def test_what_a_block_writes_has_no_gradient_behind_it() -> None:
     check(model, model(X.clone()).detach())
 
 
+def test_a_value_has_the_gradient_of_what_was_written_into_it() -> None:
+    """So that a block without gradients may not change it: found by a draw."""
+    steps = [("with a gradient", "columns", 2, 1), ("without", "diagonal", 2, 0)]
+    with pytest.raises(CaptureError, match=r"changes a tensor inside torch.no_grad"):
+        capture(made(Drawn(steps)), {"x": X})
+
+
 X = torch.linspace(-1.3, 1.7, SIZE * SIZE, dtype=torch.float64).reshape(SIZE, SIZE).sin()
 
 
