@@ -220,7 +220,7 @@ def _capture(
         except NextStepError:
             pass
         except WrittenParametersError as found:
-            names = model_names(model, precision, found.names)
+            names = model_names(model, precision, found.names | {b.name for b in names.buffers})
         shared.restore()
         return traced(has_calls, note, call)
 
