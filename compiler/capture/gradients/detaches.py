@@ -188,19 +188,23 @@ def _copy(graph: fx.Graph, value: fx.Node) -> None:
 
 
 def _written_into(value: fx.Node) -> list[fx.Node]:
-    """What in-place ops outside of no_grad blocks write into the memory of a value."""
-    root, found = _root(value), list[fx.Node]()
+    """What in-place ops outside of no_grad blocks write into the memory of a value; of a detached
+    one, through itself and views of it."""
+    found: list[fx.Node] = []
+    root = value if value.target in _DETACHES else _chain(value)[-1]
     for reader in _readers(root):
         written = _written(reader)
         if isinstance(written, fx.Node) and _IN_NO_GRAD not in reader.meta:
-            found += _others(reader) if _root(written) is root else ()
+            found += _others(reader) if root in _chain(written) else ()
     return found
 
 
-def _root(value: fx.Node) -> fx.Node:
-    while (below := _base(value)) is not None:
-        value = below
-    return value
+def _chain(value: fx.Node) -> list[fx.Node]:
+    """A value, what it is a view of, and so on."""
+    found = [value]
+    while (below := _base(found[-1])) is not None:
+        found.append(below)
+    return found
 
 
 def _readers(value: fx.Node, without: fx.Node | None = None) -> set[fx.Node]:
@@ -253,11 +257,11 @@ def _carries_gradient(value: fx.Node) -> bool:
         if isinstance(made, torch.Tensor) and not (made.is_floating_point() or made.is_complex()):
             continue
         is_block = str(node.target) == _BLOCK
-        if node.target in _DETACHES or (is_block and not node.args[0]):
+        is_cut = node.target in _DETACHES or _IN_NO_GRAD in node.meta
+        if is_block and not node.args[0]:
             continue
-        if _IN_NO_GRAD in node.meta:
-            continue
-        sources = dict.fromkeys((*node.all_input_nodes, *_written_into(node)))
+        inputs = () if is_cut else node.all_input_nodes
+        sources = dict.fromkeys((*inputs, *_written_into(node)))
         new = [n for n in sources if n not in seen]
         seen.update(new)
         stack += new
