@@ -116,22 +116,16 @@ def _form(node: fx.Node) -> object:
 def _detach_what_is_written(graph: fx.Graph, op: fx.Node) -> None:
     """What an in-place op of a no_grad block writes has no gradient behind the block either."""
     for value in _others(op) if _written(op) is not None else ():
-        made = value.meta.get("val")
-        if isinstance(made, torch.Tensor) and (made.is_floating_point() or made.is_complex()):
-            with graph.inserting_before(op):
-                detached = graph.call_function(torch.ops.aten.detach.default, (value,))
-            detached.meta = dict(value.meta)
-            op.replace_input_with(value, detached)
+        if isinstance(value.meta.get("val"), torch.Tensor) and not _is_whole(value):
+            op.replace_input_with(value, _detached(graph, value, op.prev))
 
 
 def _refuse_change_of_outer_value(op: fx.Node, outer: Mapping[fx.Node, Any]) -> None:
     """Refuses an in-place op on a tensor with a gradient inside no_grad: its gradient skips the
     change, which a graph of pure ops cannot say."""
-    base = _written(op)
-    while isinstance(base, fx.Node) and (below := _base(base)) is not None:
-        base = below
-    is_outer = isinstance(base, fx.Node) and base.op == "placeholder"
-    if is_outer and _carries_gradient(outer[base]):
+    written = _written(op)
+    base = _chain(written)[-1] if isinstance(written, fx.Node) else None
+    if base is not None and base.op == "placeholder" and _carries_gradient(outer[base]):
         raise CaptureError(
             f"{op.target} changes a tensor inside torch.no_grad whose gradient is used; "
             "write it out of place (a parameter: between steps)",
@@ -149,13 +143,12 @@ def _part_written_detaches(graph: fx.Graph) -> None:
     position = {node: k for k, node in enumerate(graph.nodes)}
     copied: set[fx.Node] = set()
     for node, here in position.items():
-        source, detached = _written(node), None
-        while isinstance(source, fx.Node) and (below := _base(source)) is not None:
-            if source.target in _DETACHES and detached is None:
-                detached = source
-            source = below
-        if detached is None or not isinstance(source, fx.Node):
+        written = _written(node)
+        chain = _chain(written) if isinstance(written, fx.Node) else []
+        detached = next((value for value in chain if value.target in _DETACHES), None)
+        if detached is None:
             continue
+        source = chain[-1]
         writes_gradient = _IN_NO_GRAD not in node.meta and any(
             map(_carries_gradient, _others(node))
         )
@@ -253,8 +246,7 @@ def _carries_gradient(value: fx.Node) -> bool:
         node = stack.pop()
         if node.op == "placeholder" and node.meta["val"].requires_grad:
             return True
-        made = node.meta.get("val")
-        if isinstance(made, torch.Tensor) and not (made.is_floating_point() or made.is_complex()):
+        if _is_whole(node):
             continue
         is_block = str(node.target) == _BLOCK
         is_cut = node.target in _DETACHES or _IN_NO_GRAD in node.meta
@@ -266,6 +258,14 @@ def _carries_gradient(value: fx.Node) -> bool:
         seen.update(new)
         stack += new
     return False
+
+
+def _is_whole(value: fx.Node) -> bool:
+    """Whether a value has whole numbers or bools, through which no gradient flows."""
+    made = value.meta.get("val")
+    if not isinstance(made, torch.Tensor):
+        return False
+    return not (made.is_floating_point() or made.is_complex())
 
 
 def _detached(graph: fx.Graph, value: fx.Node, after: fx.Node) -> fx.Node:

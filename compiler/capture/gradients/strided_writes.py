@@ -35,8 +35,10 @@ def _written(graph: fx.Graph, node: fx.Node) -> fx.Node:
     assert isinstance(base, fx.Node) and isinstance(part, fx.Node)
     shape = base.meta["val"].shape
     size, stride = _numbers(sizes), _numbers(strides)
-    (offset,) = _numbers([next(iter(offsets), None) or base.meta["val"].storage_offset()])
-    if not base.meta["val"].is_contiguous() or not _are_apart(size, stride):
+    (offset,) = _numbers([next(iter(offsets), None) or 0])
+    memory = base.meta["val"]
+    is_in_order = memory.is_contiguous() and memory.storage_offset() == 0
+    if not is_in_order or not _are_apart(size, stride):
         raise CaptureError(
             f"{node.target} writes through strides into memory that is not in the order of its "
             "dims, or twice to one place; write it with scatter or torch.where",
