@@ -109,6 +109,9 @@ class ParameterGroupEvents:
     is_unbucketed: bool = False
     """Whether it is one parameter that is never coalesced with others and whose gradient is what is
     reduced."""
+    adds_to_sum: bool = False
+    """Whether the gradients are added to those of earlier microbatches, which are what is reduced:
+    there is no buffer besides."""
 
     @property
     def reduces_gradient(self) -> bool:

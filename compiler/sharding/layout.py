@@ -157,10 +157,14 @@ class Assembly:
             gathered = cropped_blocks(gathered, dim, blocks, self.gathered_shape[dim])
         return gathered
 
-    def write_stacked(self, gathered: torch.Tensor, out: torch.Tensor) -> None:
-        """Copy the gathered tensor into its stacked shards `out` (num_shards, shard_numel)."""
+    def write_stacked(
+        self, gathered: torch.Tensor, out: torch.Tensor, *, adds: bool = False
+    ) -> None:
+        """Copy the gathered tensor into its stacked shards `out` (num_shards, shard_numel), or add
+        it to what they are."""
         view, order = self._digits
         full = gathered
         for dim, blocks in self._padded_dims:
             full = filled_blocks(full, dim, blocks, self._filled_shape[dim])
-        out.view(view).permute(order).copy_(full.reshape([view[d] for d in order]))
+        stacked, ordered = out.view(view).permute(order), full.reshape([view[d] for d in order])
+        _ = stacked.add_(ordered) if adds else stacked.copy_(ordered)

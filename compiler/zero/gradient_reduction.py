@@ -71,11 +71,14 @@ class Reduction:
                 self._packed.add(key)
                 self._start(whole)
                 return
+        before = self._of.shared.sum_of(self._key) if self._on_last_microbatch else None
         if self._flat is None:
             # Copies of parameters that are stored on the host are of another dtype.
             dtype = self._members[key].gradient_dtype
-            self._flat = like.new_empty(self._buffer.numel, dtype=dtype)
-        self._members[key].write_gradients(gradients, self._buffer.columns(self._flat, key))
+            new = like.new_empty(self._buffer.numel, dtype=dtype) if before is None else before
+            self._flat = new
+        rows = self._buffer.columns(self._flat, key)
+        self._members[key].write_gradients(gradients, rows, adds=before is not None)
         self._packed.add(key)
         if len(self._packed) == len(self._members):
             self._start(self._flat)
@@ -83,8 +86,9 @@ class Reduction:
     def start_unfinished(self) -> None:
         """The backward is over: members without gradients are not waited for any longer."""
         if self._flat is not None:
+            is_new = self._flat is not self._of.shared.sum_of(self._key)
             for key in self._members:
-                if key not in self._packed:
+                if is_new and key not in self._packed:
                     self._buffer.columns(self._flat, key).zero_()
             self._start(self._flat)
 
@@ -105,11 +109,11 @@ class Reduction:
     def _start(self, flat: Tensor) -> None:
         self._flat = None
         self.is_started = True
-        if not self._axes:
-            self._result = flat
-            return
         total = self._of.shared.add(self._key, flat) if self._on_last_microbatch else flat
         if total is None:
+            return
+        if not self._axes:
+            self._result = total
             return
         self.sums_replicas = bool(self._replicas) and self._has_all_of_the_step
         if self.sums_replicas:

@@ -1,9 +1,10 @@
 """What the microbatches of a step have in common in one stage.
 
-sums    gradients that are reduced once per step: of groups that are only all-reduced, and of
-        gathered ones whose gradients are accumulated unsharded (ZeRO 1); flat, added up until the
-        last microbatch. Other gathered groups (ZeRO 2 and 3) keep shards, so they are
-        reduce-scattered with every microbatch; what these still owe to other axes waits here.
+sums    gradients that are reduced, or cast, once per step: of groups that are not gathered, and of
+        gathered ones whose gradients are accumulated unsharded (ZeRO 1); flat, those of later
+        microbatches are added where the first ones lie. Other gathered groups (ZeRO 2 and 3) keep
+        shards, so they are reduce-scattered with every microbatch; what these still owe to other
+        axes waits here.
 unsharded   parameters that are gathered once per step (ZeRO 1 and 2), from the first forward to the
         last backward
 started   gathers that began before the first microbatch arrived, until its forward takes them
@@ -46,14 +47,18 @@ class SharedStep:
         return key in self._reached
 
     def add(self, key: Key, gradient: Tensor) -> Tensor | None:
-        """The sum over all microbatches, ready to be reduced; None before the last one. `gradient`
-        is given up."""
+        """The sum over all microbatches, ready to be reduced; None before the last one. `gradient`,
+        the sum itself or what is to be added to it, is given up."""
         before = self._sums.pop(key, None)
-        total = gradient if before is None else before.add_(gradient)
+        total = gradient if before is None or before is gradient else before.add_(gradient)
         if self.is_last:
             return total
         self._sums[key] = total
         return None
+
+    def sum_of(self, key: Key) -> Tensor | None:
+        """The sum of earlier microbatches. What is added to it in place is passed to `add`."""
+        return self._sums.get(key)
 
     def is_only(self, key: Key) -> bool:
         """Whether the microbatch at hand has the full gradient."""

@@ -119,15 +119,22 @@ class GroupBuffers:
             for a, (start, end) in zip(self.assemblies, self.ranges, strict=True)
         ]
 
-    def write_gradients(self, gradients: Sequence[torch.Tensor | None], rows: torch.Tensor) -> None:
+    def write_gradients(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        rows: torch.Tensor,
+        *,
+        adds: bool = False,
+    ) -> None:
         """Gradients of the members as used (None: zero) -> `rows` (num_shards, shard_numel), a flat
-        buffer of unsharded tensors, or columns of one that is shared."""
+        buffer of unsharded tensors, or columns of one that is shared. adds: to what is there, else
+        in its place."""
         members = zip(self.assemblies, self.ranges, gradients, strict=True)
         for assembly, (start, end), gradient in members:
-            if gradient is None:
+            if gradient is not None:
+                assembly.write_stacked(gradient, rows[:, start:end], adds=adds)
+            elif not adds:
                 rows[:, start:end].zero_()
-            else:
-                assembly.write_stacked(gradient, rows[:, start:end])
 
     def as_unsharded(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """The gradient of the only member as a flat buffer of unsharded tensors, if it lies in

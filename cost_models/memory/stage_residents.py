@@ -162,9 +162,9 @@ def _is_direct(use: ParameterUse, is_once: bool) -> bool:
 
 
 def is_summed(use: ParameterUse, is_once: bool) -> bool:
-    """Whether its gradient is added up in a buffer and reduced once per step. is_once: whether
-    those of gathered parameters are."""
-    return use.how == "reduced" or (use.how == "gathered" and is_once)
+    """Whether its gradient is added up in a buffer and reduced, or cast, once per step. is_once:
+    whether those of gathered parameters are."""
+    return use.how in ("reduced", "cast") or (use.how == "gathered" and is_once)
 
 
 def _is_late(use: ParameterUse, is_once: bool) -> bool:

@@ -32,7 +32,7 @@ class StageUse:
     end of the step. loss: the instance that computes the loss, -1 for none.
     largest_gradient_bytes: of those that go straight to .grad, and are copied there one by one;
     reduced_bytes: of the buffers that gradients are reduced in with every microbatch, at most in
-    flight; summed_bytes: of the largest that is added to another."""
+    flight."""
 
     residents: StageResidents
     messages: Mapping[Pass, int]
@@ -41,7 +41,6 @@ class StageUse:
     loss: int = -1
     largest_gradient_bytes: int = 0
     reduced_bytes: int = 0
-    summed_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -208,9 +207,7 @@ class _Device:
         gradients, before = of.use.residents.gradients, self.gradients[s]
         others = sum(self.gradients.values()) - before
         buffers, of_results = of.use.reduced_bytes, gradients.each
-        if before:
-            buffers = max(buffers, of.use.summed_bytes)
-        else:
+        if not before:
             of_results += gradients.sums
         if not self.left[s]:
             of_results += gradients.late

@@ -20,17 +20,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshfold.cost_models.simulation.chained_run import ChainedRun, Epilogue
-from meshfold.cost_models.simulation.hierarchical_all_reduce import (
-    HierarchicalReduction,
-    ReductionStreams,
-)
+from meshfold.cost_models.simulation.gradient_buffers import GradientBuffers
+from meshfold.cost_models.simulation.hierarchical_all_reduce import ReductionStreams
 from meshfold.cost_models.simulation.streams import ComputeSpan, Streams, Transfer, overlap_rows
 from meshfold.ir.step_events import (
     AllGatherBucket,
     CollectiveEvent,
     Event,
     ParameterGroupEvents,
-    ReduceBucket,
     RegionEvents,
     SimulatedStep,
     StepEvents,
@@ -89,15 +86,6 @@ class _Buffer:
     left: int
 
 
-class _Bucket:
-    """Reductions in one collective. packed: members whose gradients are computed."""
-
-    def __init__(self, of: ReduceBucket) -> None:
-        self.of = of
-        self.packed = 0
-        self.flat_bytes = 0
-
-
 class StepRun:
     """The runtime during one step. releases_all: whether the parameters of the last instance are
     released after its forward, too."""
@@ -127,20 +115,12 @@ class StepRun:
         """What was copied out of buffers of its own."""
         self.emptied_bytes = 0
         """Bytes of buffers that the last of their members is being copied out of."""
-        self.result_bytes = 0
-        """Bytes of reductions that began in this backward; after it they are resident gradients."""
-        self.flying: list[tuple[Transfer | HierarchicalReduction | None, int]] = []
-        """Buffers of gradients, and the reductions that read them longer than one backward."""
-        self.leaving: list[tuple[Transfer | HierarchicalReduction | None, int]] = []
-        """The same for gradients that are inside this backward."""
-        self.reductions: list[Transfer | HierarchicalReduction] = []
         self.reducing = ReductionStreams(self.streams)
-        reduced, gathered = events.reduce_buckets, events.allgather_buckets
-        self.reduce_buckets = {g: b for b in map(_Bucket, reduced) for g in b.of.groups}
-        self.gathers = {group: bucket for bucket in gathered for group in bucket.groups}
+        self.gradient_buffers = GradientBuffers(
+            self.reducing, [r.groups for r in self.regions], events.reduce_buckets
+        )
+        self.gathers = {g: bucket for bucket in events.allgather_buckets for g in bucket.groups}
         self.is_backward = False
-        self.waiting_bytes = 0
-        """Bytes of buffers of reductions whose last member is still to come."""
         self.started: dict[tuple[int, int], Transfer] = {}
         """Collectives on their way, by instance and number."""
         self.chained = ChainedRun(self._run_epilogue_step, self._leave)
@@ -171,17 +151,17 @@ class StepRun:
         self._start_saved_before(count)
         for i in reversed(range(count)):
             self._run(i, self.regions[i].backward, moment=2 * count - 1 - i)
-            self._forget_packed()
+            self.gradient_buffers.end_instance()
 
     def finish_reductions(self) -> None:
-        for reduction in self.reductions:
+        for reduction in self.gradient_buffers.started:
             self.reducing.finish(reduction)
         for trailing in [self.reducing.start(c) for c in self.events.trailing]:
             self.reducing.finish(trailing)
 
     def update(self) -> None:
         self._release(list(self.unsharded))
-        self.flying = []
+        self.gradient_buffers.end_backward()
         self._note(2 * len(self.regions), 0)
         self.streams.compute(self.events.optimizer_s, is_backward=True)
 
@@ -196,13 +176,10 @@ class StepRun:
             self._leave(i)
 
     def _run_epilogue_step(self, epilogue: Epilogue) -> None:
-        results, flying = self.result_bytes, list(self.flying)
+        mark = self.gradient_buffers.begin_epilogue_step()
         for event in epilogue.steps[0]:
             self._act(epilogue.instance, event, epilogue.moment)
-        # Its gradients are resident at the moment of the instance that runs it.
-        self.result_bytes = results
-        new = self.flying[len(flying) :]
-        self.flying = [*flying, *((t, n) for t, n in new if t is not None)]
+        self.gradient_buffers.end_epilogue_step(mark)
 
     def _leave(self, i: int) -> None:
         """An instance is over; its parameters are released as at the end of its body."""
@@ -334,63 +311,12 @@ class StepRun:
 
     def _reduce(self, use: _Use, event: Event, moment: int) -> None:
         self._release([use])
-        group = use.group
-        bucket = self.reduce_buckets.get((use.instance, event.number))
-        if bucket is not None:
-            self._pack(bucket, use)
-        else:
-            reduction = self._start_reduction(group.reduce, use) if group.reduce else None
-            of = self.leaving if group.reduces_gradient else self.flying
-            of.append((reduction, group.flat_bytes))
-        self.result_bytes += group.result_bytes
+        self.gradient_buffers.reduce(use.instance, event.number)
         self._note(moment, event.inside_bytes)
 
-    def _start_reduction(
-        self, of: CollectiveEvent, use: _Use
-    ) -> Transfer | HierarchicalReduction | None:
-        """What reads the buffer of gradients longer than this backward, if anything: what is not
-        scattered is the gradient itself, and resident as such from the next moment."""
-        reduction = self.reducing.start(of, use.instance)
-        self.reductions.append(reduction)
-        if isinstance(reduction, HierarchicalReduction) and not reduction.is_scattered:
-            self.flying.append((reduction, reduction.extra_bytes))
-            self.result_bytes += reduction.result_bytes
-            return None
-        return reduction if of.kind == "reduce_scatter" else None
-
-    def _pack(self, bucket: _Bucket, use: _Use) -> None:
-        """The first member allocates the buffer of all, the last one starts the reduction."""
-        of, groups = bucket.of.collective, bucket.of.groups
-        if not bucket.packed:
-            bucket.flat_bytes = sum(self.uses[i][number].group.flat_bytes for i, number in groups)
-            self.waiting_bytes += bucket.flat_bytes
-        bucket.packed += 1
-        is_last = bucket.packed == len(groups)
-        if of.kind != "reduce_scatter":
-            self.waiting_bytes -= use.group.flat_bytes
-            self.flying.append((None, use.group.flat_bytes))
-        elif is_last:
-            self.waiting_bytes -= bucket.flat_bytes
-        if is_last:
-            reading = self._start_reduction(of, use)
-            if reading is not None:
-                self.flying.append((reading, bucket.flat_bytes))
-
-    def _forget_packed(self) -> None:
-        """A backward is over: results count as gradients, buffers stay while a link reads them."""
-        self.result_bytes = 0
-        flying = (*self.flying, *self.leaving)
-        self.flying = [(t, n) for t, n in flying if t is not None and not t.is_done]
-        self.leaving = []
-
     def _note(self, moment: int, inside_bytes: int) -> None:
-        flying = 0
-        for reading, size in self.flying:
-            if reading is None or not reading.is_done:
-                flying += size
         moment, inside_bytes = self.chained.inside(moment, inside_bytes)
-        buckets = flying + self.result_bytes + self.waiting_bytes
-        self._record(moment, inside_bytes, buckets)
+        self._record(moment, inside_bytes, self.gradient_buffers.num_bytes)
         self.unsharded_bytes -= self.emptied_bytes
         self.emptied_bytes = 0
 

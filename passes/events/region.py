@@ -56,7 +56,15 @@ class Microbatch(Enum):
     """Of several: the forward is that of the first, which gathers what stays unsharded, the
     backward that of the last, which reduces what was added up."""
     INNER = auto()
-    """Of several: the forward is not that of the first, the backward not that of the last."""
+    """Of several: the forward is not that of the first, the backward neither that of the first nor
+    that of the last."""
+    BEGUN = auto()
+    """As INNER, but with the backward of the first, which allocates the sums of gradients."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether what is reduced once per step is so behind this backward."""
+        return self in (Microbatch.ONLY, Microbatch.EDGE)
 
 
 @dataclass(frozen=True)
@@ -159,7 +167,7 @@ class _Writer:
     def write(self) -> PricedRegion:
         at_end: dict[tuple[tuple[int, ...], str], int] = {}
         for key, uses in self.groups:
-            if not (key.gather and key.requires_grad) or self.microbatch is Microbatch.INNER:
+            if not (key.gather and key.requires_grad and self.microbatch.is_last):
                 continue
             for v, used in uses:
                 _, reduce = changed_axes(self.stored[v], self.mesh.on_storage(used))
@@ -196,11 +204,11 @@ class _Writer:
     def _is_there(self, key: ParameterGroupKey) -> bool:
         """Whether the first microbatch has gathered the group for this one, too."""
         is_kept = bool(key.gather) and not self.typing.reshard_after_forward
-        return is_kept and self.microbatch is Microbatch.INNER
+        return is_kept and not self.microbatch.is_last
 
     def _is_left(self, key: ParameterGroupKey) -> bool:
         """Whether gradients are left to the last microbatch."""
-        return self._is_summed(key) and self.microbatch is Microbatch.INNER
+        return self._is_summed(key) and not self.microbatch.is_last
 
     def _is_summed(self, key: ParameterGroupKey) -> bool:
         """Whether gradients are added up over microbatches before they are reduced."""
@@ -261,6 +269,7 @@ class _Writer:
             reduce=reduction,
             unsharded_bytes=full_bytes if (gather or key.master) and not is_there else 0,
             flat_bytes=shards * shard_bytes if is_trained else 0,
+            adds_to_sum=self._is_summed(key) and self.microbatch is not Microbatch.BEGUN,
             # What is all-reduced is so in place.
             result_bytes=shard_bytes if reduction is not None and gather else 0,
             saved=self._is_saved(b),

@@ -73,7 +73,7 @@ class StageWriter:
         gradients; None where they are those of other microbatches."""
         if self._gradients != "microbatch":
             return None
-        written, numbers = written_regions(*self._program, Microbatch.INNER)
+        written, numbers = written_regions(*self._program, Microbatch.BEGUN)
         regions = tuple(r.events for r in written)
         spans = pairwise(self._first)
         return [_events(regions, tuple(numbers[a:b]), (), self._costs) for a, b in spans]

@@ -97,10 +97,7 @@ def _use(typed: TypedPipeline, number: int) -> StageUse:
     loss = loss_instance(split) - stage.first
     uses = [u for k in range(stage.first, stage.end) for u in typed.instances[k].parameters]
     outputs = [o.source for o in split.outputs[1:] if o.source.kind is SourceKind.VALUE]
-    flat = {
-        summed: [_flat_bytes(typed, k, summed) for k in range(stage.first, stage.end)]
-        for summed in (False, True)
-    }
+    flat = [_flat_bytes(typed, k) for k in range(stage.first, stage.end)]
     residents = stage_residents(
         [
             _instance(typed, k, stage.first, typed.events[number].put_off[k - stage.first])
@@ -122,18 +119,17 @@ def _use(typed: TypedPipeline, number: int) -> StageUse:
         largest_gradient_bytes=max(
             (use.resident_bytes for use in uses if use.how == "direct"), default=0
         ),
-        reduced_bytes=max(map(sum, pairwise((0, *flat[False], 0)))),
-        summed_bytes=max(flat[True]),
+        reduced_bytes=max(map(sum, pairwise((0, *flat, 0)))),
     )
 
 
-def _flat_bytes(typed: TypedPipeline, k: int, summed: bool) -> int:
-    """Of the buffers of gradients of instance k that are added up, or that are not."""
+def _flat_bytes(typed: TypedPipeline, k: int) -> int:
+    """Of the buffers of gradients of instance k that are reduced with every microbatch."""
     once = typed.typings[typed.split.instances[k].region].accumulate_unsharded
     return sum(
         use.flat_bytes
         for use in typed.instances[k].parameters
-        if use.how != "direct" and is_summed(use, once) == summed
+        if use.how != "direct" and not is_summed(use, once)
     )
 
 

@@ -106,6 +106,12 @@ def _place(parameter: Parameter, zero: int, mesh: Mesh) -> _Placed:
     return _Placed(unsharded, layout, shard_axes, rest)
 
 
+def _is_summed(placed: _Placed, zero: int, value: Value) -> bool:
+    """Whether gradients are added up in a buffer that is reduced, or cast, once per step
+    (meshfold.zero.microbatch_state)."""
+    return zero == 1 if placed.shard_axes else bool(placed.rest or value.master)
+
+
 @dataclass(frozen=True, slots=True)
 class HostShare:
     """What the host has of parameters that it updates: bytes of these, and of the device's copies
@@ -198,8 +204,13 @@ class LayerParameters:
         gradient_bytes = full if placed.rest or num_sharers == 1 else kept
         self.gradients += gradient_bytes
         self.results += wide * shard_bytes
-        # Both are read, and the sum is written.
-        added_s = self._costs.compute_s(0.0, 3 * gradient_bytes, value.stored_dtype)
+        if _is_summed(placed, zero, value):
+            # Added where the first ones were copied to: the sum is read besides.
+            added_s = self._costs.compute_s(0.0, gradient_bytes, value.stored_dtype)
+            added_s = max(0.0, added_s - self._costs.launch_s)
+        else:
+            # Both are read, and the sum is written.
+            added_s = self._costs.compute_s(0.0, 3 * gradient_bytes, value.stored_dtype)
         self.added_s += added_s
         update = local_update(value, placed.layout, self._mesh.storage.sizes, self.optimizer)
         is_read_once = parameter.num_holders == 1
