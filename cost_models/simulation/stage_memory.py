@@ -136,7 +136,7 @@ def device_peak(
 
 class _Device:
     """Memory over the actions. gathered: of parameters that stay; kept, gradients: by stage;
-    left: how many backwards each stage has still to run."""
+    left, left_weights: how many B and how many W each stage has still to run."""
 
     def __init__(self, actions: Sequence[StageAction], stages: Mapping[int, StageMemory]) -> None:
         self.actions = actions
@@ -146,7 +146,10 @@ class _Device:
         self.gradients = dict.fromkeys(stages, 0)
         self.begun: set[tuple[int, Pass]] = set()
         kinds = [(a.stage, a.kind) for a in actions]
-        self.left = {s: kinds.count((s, Pass.BACKWARD)) for s in stages}
+        self.left, self.left_weights = (
+            {s: kinds.count((s, kind)) for s in stages}
+            for kind in (Pass.BACKWARD, Pass.WEIGHT_GRADIENT)
+        )
         self.splits = any(kind is Pass.WEIGHT_GRADIENT for _, kind in kinds)
         self.sent = self.outputs = 0
         self.worst = Moment()
@@ -204,12 +207,13 @@ class _Device:
         product, others behind the last of their instance: results of reductions, and in the first W
         what is added up later, count from the first of these on."""
         s, of = action.stage, self.stages[action.stage]
+        self.left_weights[s] -= 1
         gradients, before = of.use.residents.gradients, self.gradients[s]
         others = sum(self.gradients.values()) - before
         buffers, of_results = of.use.reduced_bytes, gradients.each
         if not before:
             of_results += gradients.sums
-        if not self.left[s]:
+        if not self.left_weights[s]:
             of_results += gradients.late
         results = direct = 0
         for left in of.use.residents.put_off:
@@ -224,7 +228,7 @@ class _Device:
                 self._note_beside(adding, of, others, coming)
                 if not before:
                     direct += part.made if left.goes_alone else left.direct
-        self.gradients[s] = gradients.summed if self.left[s] else gradients.final
+        self.gradients[s] = gradients.summed if self.left_weights[s] else gradients.final
 
     def _note_beside(self, pass_: Moment, of: StageMemory, gradients: int, coming: int) -> None:
         """A pass of a stage, beside what else the device has."""

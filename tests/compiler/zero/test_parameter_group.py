@@ -53,6 +53,11 @@ def test_a_missing_gradient_is_zero() -> None:
     rows = torch.full((1, 10), 7.0)
     buffers.write_gradients([None, torch.ones(2, 2)], rows[:, 1:9])
     assert rows.tolist() == [[7, 0, 0, 0, 0, 1, 1, 1, 1, 7]]
+    # Added, it leaves what is there; the others are added in the dtype of the buffer.
+    fine = torch.full((2, 2), 2**-10, dtype=torch.float64)
+    buffers.write_gradients([None, fine], rows[:, 1:9], adds=True)
+    buffers.write_gradients([torch.ones(4, dtype=torch.bfloat16), None], rows[:, 1:9], adds=True)
+    assert rows.tolist() == [[7, 1, 1, 1, 1, *[1 + 2**-10] * 4, 7]]
     assert buffers.group.reduce == (0,)
 
 

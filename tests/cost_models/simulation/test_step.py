@@ -147,6 +147,23 @@ def test_a_bucketed_reduction_starts_with_its_last_member() -> None:
     assert step.step_s == step.compute_s + step.exposed_s
 
 
+@pytest.mark.parametrize("is_bucketed", [False, True])
+def test_gradients_that_are_added_to_sums_have_no_buffer_besides(is_bucketed: bool) -> None:
+    """The sum is resident until the backward of its instance is over, and then until the link is
+    done with it; in a bucket with another that also has to come."""
+    layer = replace(LAYER, groups=(replace(BUCKET, adds_to_sum=True),))
+    both = ReduceBucket(((1, 0), (0, 0)), replace(SCATTER, num_bytes=200, seconds=4.0))
+    timeline = simulate(two_layers(layer, reduce_buckets=(both,) * is_bucketed, slowdown=1.0))
+    assert timeline.memory[-6:] == (
+        (15.0, 1000 + 7 + 100 + 20 + 50),
+        (15.0, 1000 + 50 + 200 + 200 + 10),
+        (15.0, 1000 + 50 + 100 + 200 + 10),
+        (15.0, 1000 + 50 + 100 + 200 + 30),
+        (20.0, 1000 + 50 + 20 + 50 + 200 * is_bucketed),
+        (24.0 if is_bucketed else 23.0, 1000 + 100),
+    )
+
+
 def test_bucketed_unsharded_gradients_are_resident_one_by_one() -> None:
     one = replace(SCATTER, kind="all_reduce")
     reduced = ParameterGroupEvents(None, one, 0, 200, 200, saved=False)

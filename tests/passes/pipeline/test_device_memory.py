@@ -25,6 +25,11 @@ PINS: dict[str, tuple[int, dict[str, Any]]] = {
     "stages x dp": (4, {"pp": 2, "dp": 2, "microbatches": 2, "zero": 0}),
     "stages x zero3": (4, {"pp": 2, "dp": 2, "microbatches": 2, "zero": 3}),
     "tp": (2, {"tp": 2, "dp": 1, "microbatches": 2}),
+    "stages x zero1": (4, {"pp": 2, "dp": 2, "microbatches": 4, "zero": 1}),
+    "zero bubble x zero1": (
+        4,
+        {"pp": 2, "dp": 2, "microbatches": 4, "zero": 1, "schedule": "zero_bubble"},
+    ),
 }
 
 QUICK = [
@@ -33,6 +38,7 @@ QUICK = [
     ("gpt2", "zero bubble", "eager"),
     ("llama", "stages x zero3", "eager"),
     ("gpt2", "1f1b", "scheduled"),
+    ("llama", "zero bubble x zero1", "eager"),
 ]
 EVERY = [(f, name, "eager") for f in ("gpt2", "llama", "bert", "mixtral") for name in PINS]
 

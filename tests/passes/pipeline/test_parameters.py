@@ -160,14 +160,17 @@ def test_what_is_sent_once_a_step_and_what_with_every_microbatch(zero: int) -> N
 
 @pytest.mark.parametrize("value", [WEIGHT, MASTER], ids=["own dtype", "master"])
 def test_gradients_of_microbatches_are_added_up_where_they_are(value: Value) -> None:
-    """Both are read and the sum is written: as a whole under ZeRO 0 and 1, as shards under 2 and 3;
-    none of those that leave for the host."""
+    """Of shards, under ZeRO 2 and 3, both are read and the sum is written. Whole gradients, under
+    ZeRO 0 and 1, are added where the first ones were copied to: beyond the copy the sum is read.
+    None of those that leave for the host are added up."""
     rows, columns = value.shape
     num_bytes = rows * columns * (4 if value.master else 2)
     _, costs = stages(2, 8)
     for zero, shards in enumerate((1, 1, 8, 8)):
         found = placed(value, zero)
         assert found.gradients == num_bytes // shards
-        assert found.added_s == costs.compute_s(0.0, 3 * num_bytes // shards, value.stored_dtype)
+        moved = num_bytes if zero < 2 else 3 * num_bytes // shards
+        added_s = costs.compute_s(0.0, moved, value.stored_dtype)
+        assert found.added_s == added_s - (costs.launch_s if zero < 2 else 0.0)
         assert found.left_s == (found.added_s if zero < 2 else 0.0)
         assert bool(found.leaving) == (zero > 1)
