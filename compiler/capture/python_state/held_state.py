@@ -42,6 +42,9 @@ _TABLES = _OF_GRAPHS | OWN_OF_MODULES - {"training"}
 """What else they keep beside what a user gives them."""
 
 
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ParameterList)
+
+
 @dataclass(frozen=True)
 class _Holder:
     """What holds values by name: a module, an object of the user in one, and the globals and
@@ -174,14 +177,24 @@ def _fresh(value: Any, like: Callable[[torch.Tensor], torch.Tensor], depth: int 
     return value
 
 
+def _members(model: nn.Module) -> dict[str, object]:
+    """The children and parameters of every module, by name."""
+    return {
+        f"{path}.{name}".strip("."): member
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name, member in (*module._modules.items(), *module._parameters.items())
+    }
+
+
 class HeldState:
     """What else forward can change, besides plain values: caches, and what closures, functions and
-    counters hold; and the tensors that modules keep."""
+    counters hold; which children and parameters modules have; and the tensors that modules keep."""
 
     def __init__(self, model: nn.Module) -> None:
         self._before = Snapshot({**attributes_of(model), **shared_state(model)})
         self._kept = _kept_tensors(model)
         self._buffers = _buffers(model)
+        self._members = _members(model)
 
     def kept(self, model: nn.Module) -> Kept:
         """Where other tensors are kept than before, buffers only where a graph cannot write what
@@ -195,9 +208,10 @@ class HeldState:
                 kept[key] = new
         return kept
 
-    def change(self, known: Iterable[tuple[str, str]]) -> str:
+    def change(self, model: nn.Module, known: Iterable[tuple[str, str]]) -> str:
         """The first of the changes that is not `known`, of Changes or Kept, by name; "" if there is
-        none. Writes to parameters and buffers are the graph's."""
+        none. Writes to parameters and buffers are the graph's. Raises CaptureError for a list of
+        modules or parameters that grows."""
         known = set(known)
         own = {f"{path}.{name}".strip(".") for path, name in known}
         shared = {name.replace(":", ".").rpartition(".")[2] for _, name in known if ":" in name}
@@ -206,7 +220,17 @@ class HeldState:
             opened = {".".join(parts[:k]) for k in range(1, len(parts) + 1)}
             if own.isdisjoint(opened) and _OF_GRAPHS.union(shared).isdisjoint(parts):
                 return label
-        return ""
+        return self._changed_member(model)
+
+    def _changed_member(self, model: nn.Module) -> str:
+        """Which a call has replaced, added or removed."""
+        before, now = self._members, _members(model)
+        for name in now.keys() - before.keys():
+            # A list that has grown may grow again; an export does not see that.
+            if isinstance(model.get_submodule(name.rpartition(".")[0]), _LISTS):
+                raise refused_change({}, {}, name)
+        changed = (n for n in {**before, **now} if before.get(n) is not now.get(n))
+        return next(changed, "")
 
 
 class NewModulesError(Exception):

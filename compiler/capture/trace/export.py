@@ -44,6 +44,7 @@ from meshfold.capture.known_values.refusals import (
     refused_number,
 )
 from meshfold.capture.python_state.buffers import Buffers, refuse_valueless
+from meshfold.capture.python_state.first_names import FirstNames, restore_names
 from meshfold.capture.python_state.held_state import (
     Changes,
     HeldState,
@@ -197,14 +198,15 @@ class _Traced(nn.Module):
         self.report.kept = held.kept(self.model)
         self.report.remade = buffers.remade()
         numbers = self.watch.checks.kept_numbers()
-        self.report.held = held.change((*self.report.changed, *self.report.kept)) or numbers
+        known = (*self.report.changed, *self.report.kept)
+        self.report.held = held.change(self.model, known) or numbers
         if not named:
             op = type(self.model).__name__
             raise CaptureError("the model returns no tensor; return its loss", op=op)
         leaves = self.watch.gradients.refuse_kept(self.model)
         self.report.differentiated = tuple(x.requires_grad for x in tensors)
-        known = {*self.model.parameters(), *leaves, *tensors}
-        self.report.reached = refuse_lost_gradients(named.values(), known)
+        reached = {*self.model.parameters(), *leaves, *tensors}
+        self.report.reached = refuse_lost_gradients(named.values(), reached)
         with self.watch:
             chosen = chosen_outputs(returned, self.report.returns)
         tensors_checked = self.watch.checks.kept(chosen.tensors)
@@ -264,11 +266,14 @@ def export_fake(
         functions_met(fake.functions.on_call),
         refuse_hidden_draws(rerun),
     ):
+        first = FirstNames(traced)
         for _ in range(call.num_calls - 1):
             with as_exporting():
                 rerun()
+        moved = first.moved()
         program = torch.export.export(traced, inputs.tensors, strict=False)
         program = _in_pure_ops(program, traced)
+        restore_names(program, moved)
     drops = watch.drops
     if drops.num_branches != drops.num_chosen and not call.skips:
         raise refused_branch("Tensor.__bool__", drops.source)
