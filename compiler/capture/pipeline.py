@@ -211,6 +211,7 @@ def _capture(
 
     def traced(has_calls: bool, note: str = "", call: TracedCall = FIRST_CALL) -> _Trace:
         nonlocal names
+        shared.restore()  # every trace begins as the first one does
         fake = replace(fake_copy(model, precision), functions=functions, route=route)
         call.prepare(fake.module)
         inputs = flatten_inputs(example_inputs, fake.mode, precision, wanted.loss_fn, wanted.fixed)
@@ -221,7 +222,6 @@ def _capture(
             pass
         except WrittenParametersError as found:
             names = model_names(model, precision, found.names | {b.name for b in names.buffers})
-        shared.restore()
         return traced(has_calls, note, call)
 
     try:
@@ -233,11 +233,8 @@ def _capture(
         return _is_same(traced(False, call=call).captured, trace.captured)
 
     def is_same_with_caches() -> bool:
-        shared.restore()  # where caches may be
         first = traced(False, call=TracedCall(marks_kept=True))
-        shared.restore()
         second = traced(False, call=call_with_caches(first))
-        shared.restore()
         programs = [with_lasting_values(one.program) for one in (first, second)]
         graphs = [number(one, names, first.captured.graph.inputs, ()).graph for one in programs]
         is_alike = fingerprint(graphs[0]) == fingerprint(graphs[1])

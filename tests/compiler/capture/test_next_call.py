@@ -295,6 +295,26 @@ def test_caches_of_equal_layers() -> None:
     assert_trains_alike(Deep())
 
 
+class Counting(Linears):
+    """Counts on its class: four in every call, read modulo three."""
+
+    step = 0
+
+    def middle(self, h: Tensor) -> Tensor:
+        for _ in range(4):
+            type(self).step += 1
+            h = h * (1 + type(self).step % 3)
+        return h
+
+
+def test_the_second_call_of_a_trace_begins_where_the_first_one_began() -> None:
+    """A third trace may find a counter where the first one did."""
+    assert_refused(
+        Counting(), r"forward changes .*Counting.step \(from 0 to 4\), and its next call"
+    )
+    assert Counting.step == 0
+
+
 LASTING = ("constant", "buffer")
 LEAVES = (*LASTING, "input", "parameter", "draw")
 
