@@ -51,14 +51,13 @@ GRADIENTS_OF_16_BITS = ("NeMo",)
 scripts/performance: grad_reduce_in_fp32 = False); emitted programs keep 32. Of the memory alone."""
 
 LESS_TO_ADD = (
-    (3.0, ("NeMo", "Megatron-LM 0.14", "Megatron-LM 2022", "Megatron-DeepSpeed", "InternEvo")),
-    (2.0, ("Megatron-LM",)),
+    (1.0, ("NeMo", "Megatron-LM 0.14", "Megatron-LM 2022", "Megatron-DeepSpeed", "InternEvo")),
 )
 """How rows name frameworks that move less than an emitted program to add gradients up over
-microbatches, and by how many times these gradients in 32 bits. A program copies 16 bits to 32 (6
-bytes a number) and adds that to the sum (12). Products of NVIDIA/Megatron-LM of 2022 and later read
-and write the sum in place of a result of their own (gradient_accumulation_fusion: 6); DeepSpeed and
-InternEvo add 16 bits to 16 bits (6); Megatron-LM before adds 16 bits to 32 (main_grad.add_: 10)."""
+microbatches, and by how many times these gradients in 32 bits. A program adds 16 bits to 32 (10
+bytes a number), as Megatron-LM before 2022 does (main_grad.add_). Products of NVIDIA/Megatron-LM of
+2022 and later read and write the sum in place of a result of their own
+(gradient_accumulation_fusion: 6); DeepSpeed and InternEvo add 16 bits to 16 bits (6)."""
 
 ZERO_3_OF_2021 = ("DeepSpeed ZeRO-3",)
 """How rows name it. Its code (microsoft/DeepSpeed of 2021, partition_parameters.py) gathers each

@@ -152,8 +152,8 @@ def step_s_of(plan: Plan, traits: Traits) -> float:
         all_s = plan.memory.gradients / (device.memory_bytes_per_s * device.memory_efficiency)
         saved_s += (microbatches - 1) * traits.less_to_add * all_s
         if traits.adds_16_bits:
-            # A program reads 2 bytes and writes 4 to copy a gradient, a product 2 each to add to it
-            # and nothing else: 4 less of the 4 that gradients of a microbatch are here.
+            # A product that reads and writes a sum of 2 bytes in place of a result of 2 moves 2
+            # more, of 4 bytes 6 more: 4 less of the 4 that gradients of a microbatch are here.
             saved_s += microbatches * all_s
     return plan.step_s - saved_s
 
