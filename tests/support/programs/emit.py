@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Mapping
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -257,6 +258,16 @@ def fail_on(rank: int) -> None:
     if dist.get_rank() == rank:
         1 / 0  # noqa: B018
     dist.barrier()
+
+
+def abort_unless(mark: Path) -> int:
+    """Aborts on one rank the first time, and always where no mark can be left."""
+    if dist.get_rank() == 1 and not mark.exists():
+        if mark.parent.exists():
+            mark.touch()
+        os.abort()
+    dist.barrier()
+    return 1
 
 
 def initial_sums(family: str, pins: Mapping[str, int]) -> dict[str, float]:
