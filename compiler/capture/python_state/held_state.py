@@ -178,9 +178,12 @@ def _fresh(value: Any, like: Callable[[torch.Tensor], torch.Tensor], depth: int 
 
 
 def _members(model: nn.Module) -> dict[str, object]:
-    """The children and parameters of every module, by name."""
+    """The children and parameters of every module, by name. A child is what holds its attributes:
+    an export has stand-ins for those with two names, new ones with every question."""
     return {
-        f"{path}.{name}".strip("."): member
+        f"{path}.{name}".strip("."): (
+            object.__getattribute__(member, "__dict__") if isinstance(member, nn.Module) else member
+        )
         for path, module in model.named_modules(remove_duplicate=False)
         for name, member in (*module._modules.items(), *module._parameters.items())
     }

@@ -73,6 +73,17 @@ def test_members_that_move_with_every_call_are_refused(
     assert_refused(Moving(move), f"forward changes what {name} holds, and its next call computes")
 
 
+def test_modules_with_two_names_stay() -> None:
+    """For which an export has stand-ins, new ones whenever they are asked for."""
+
+    def count(model: Moving) -> None:
+        model.counted = len(model.more)  # type: ignore[assignment]
+
+    model = Moving(count)
+    model.again = model.left
+    assert_refused(model, "")
+
+
 @pytest.mark.parametrize("move", [exchange_once, tie, drop], ids=lambda f: f.__name__)
 def test_members_that_stay_after_the_first_call_are_captured(
     move: Callable[[Moving], object],
