@@ -56,8 +56,7 @@ class Microbatch(Enum):
     """Of several: the forward is that of the first, which gathers what stays unsharded, the
     backward that of the last, which reduces what was added up."""
     INNER = auto()
-    """Of several: the forward is not that of the first, the backward neither that of the first nor
-    that of the last."""
+    """Of several: a forward behind the first, a backward between the first and the last."""
     BEGUN = auto()
     """As INNER, but with the backward of the first, which allocates the sums of gradients."""
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from meshfold.capture.python_state.class_writes import take_name, writes_to
 from meshfold.capture.trace.tensor_facts import tensor_facts
 
 MIN_SUBMODULES = 4
@@ -117,41 +118,3 @@ def _asking_type(base: Any, session: Session) -> type:
 
     take_name(Asking, base)
     return Asking
-
-
-_MADE = "__meshfold_made__"
-
-
-def writes_to(base: Any, seen: Callable[[str], None] = lambda name: None) -> Any:
-    """The metaclass of a class that stands in for `base`: what code writes to the class of its
-    module (`type(self).steps = ...`) is written to `base`, where everyone else reads it. seen(name)
-    is told of it. What `__init_subclass__` writes belongs to the class that is being made."""
-
-    class StandIn(type(base)):  # type: ignore[misc]
-        def __init__(cls, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            type.__setattr__(cls, _MADE, True)
-
-        def __setattr__(cls, name: str, value: Any) -> None:
-            if _is_of_python(name) or _MADE not in vars(cls):
-                type.__setattr__(cls, name, value)
-                return
-            seen(name)
-            setattr(base, name, value)
-
-        def __delattr__(cls, name: str) -> None:
-            seen(name)
-            delattr(base, name)
-
-    return StandIn
-
-
-def _is_of_python(name: str) -> bool:
-    """Whether Python keeps something under the name in a class, and not a user."""
-    return name.startswith("__") or name == "_abc_impl"
-
-
-def take_name(stand_in: type, base: type) -> None:
-    """Let a class that stands in for `base` print as it does."""
-    for name in ("__name__", "__qualname__", "__module__"):
-        type.__setattr__(stand_in, name, getattr(base, name))

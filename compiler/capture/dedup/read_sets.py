@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from meshfold.capture.dedup.arguments import comparable_leaf, is_plain
-from meshfold.capture.dedup.modules import take_name, writes_to
+from meshfold.capture.python_state.class_writes import take_name, writes_to
 from meshfold.capture.python_state.snapshots import Snapshot
 from meshfold.torch_compat.fake_tensors import is_fake
 from meshfold.torch_compat.source_lines import is_user_file

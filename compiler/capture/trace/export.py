@@ -44,6 +44,7 @@ from meshfold.capture.known_values.refusals import (
     refused_number,
 )
 from meshfold.capture.python_state.buffers import Buffers, refuse_valueless
+from meshfold.capture.python_state.class_writes import written_through
 from meshfold.capture.python_state.first_names import FirstNames, restore_names
 from meshfold.capture.python_state.held_state import (
     Changes,
@@ -262,6 +263,7 @@ def export_fake(
         lazy_graphs(),
         casts_of_nothing(),
         torch.enable_grad(),
+        written_through(fake.module),
         explain_failure(watch),
         functions_met(fake.functions.on_call),
         refuse_hidden_draws(rerun),

@@ -315,6 +315,36 @@ def test_the_second_call_of_a_trace_begins_where_the_first_one_began() -> None:
     assert Counting.step == 0
 
 
+class CountingLayer(nn.Module):
+    steps = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).steps += 1
+        out: Tensor = self.linear(x) * (1 + CountingLayer.steps % 2)
+        return out
+
+
+class Shared(Linears):
+    """One linear has two names, for which an export has classes of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(CountingLayer() for _ in range(2))
+        self.layers[1].linear = self.layers[0].linear
+
+    def middle(self, h: Tensor) -> Tensor:
+        return self.layers[1](self.layers[0](h))
+
+
+def test_what_modules_with_shared_parts_write_to_their_class_arrives() -> None:
+    assert_trains_alike(Shared())
+    CountingLayer.steps = 0
+
+
 LASTING = ("constant", "buffer")
 LEAVES = (*LASTING, "input", "parameter", "draw")
 

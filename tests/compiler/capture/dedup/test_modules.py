@@ -1,33 +1,39 @@
-"""Classes that stand in for those of child modules."""
-
-from typing import Any
+"""Which children of a model may be equal."""
 
 from torch import nn
 
-from meshfold.capture.dedup.modules import writes_to
+from meshfold.capture.dedup.modules import find_children
 
 
-class Wrapping:
-    """Gives every subclass a forward that calls its own, as transformers' checkpointed layers."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        own = cls.forward  # type: ignore[attr-defined]
-        cls.forward = lambda self, *args: own(self, *args)  # type: ignore[attr-defined]
+class Block(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 4))
 
 
-class Wrapped(Wrapping, nn.Linear):
-    """A layer whose class is written to when a subclass is made."""
+def skeletons(model: nn.Module) -> list[int]:
+    return [child.skeleton for child in find_children(model)]
 
 
-def test_what_a_class_writes_to_its_subclasses_stays_there() -> None:
-    before = vars(Wrapped)["forward"]
+def test_children_of_one_build_are_equal() -> None:
+    layers = nn.ModuleList(Block() for _ in range(3))
+    assert skeletons(layers) == [0, 0, 0]
+    assert [child.scope for child in find_children(nn.ModuleDict({"all": layers}))][1:] == [
+        "all.0",
+        "all.1",
+        "all.2",
+    ]
+    layers.append(Block(8))
+    assert skeletons(layers) == [0, 0, 0, 1]
 
-    class StandIn(Wrapped, metaclass=writes_to(Wrapped)):  # type: ignore[misc, metaclass]
-        pass
 
-    assert vars(Wrapped)["forward"] is before and vars(StandIn)["forward"] is not before
-    StandIn.steps = 3
-    assert Wrapped.steps == 3  # type: ignore[attr-defined]
-    del StandIn.steps
-    assert not hasattr(Wrapped, "steps")
+def test_ties_modes_and_hooks_make_a_difference() -> None:
+    layers = nn.ModuleList(Block() for _ in range(5))
+    layers[1].parts[0].weight = layers[0].parts[2].weight
+    layers[2].eval()
+    layers[3].parts[1].register_forward_hook(lambda module, args, out: out)
+    assert skeletons(layers) == [0, 1, 2, 3, 4]
+
+
+def test_small_children_are_none() -> None:
+    assert find_children(nn.ModuleList(nn.Linear(4, 4) for _ in range(3))) == []
