@@ -253,13 +253,11 @@ class _Writer:
         shard_bytes = sum(stored_bytes(value, stored, sizes) for value, stored in pairs)
         reduction = None
         is_there = self._is_there(key)
-        if self._is_left(key):
-            pass
-        elif is_trained and gather:
+        if is_trained and gather and not self._is_left(key):
             reduction = collective("reduce_scatter", shards * shard_bytes, gather, costs)
             if key.replicas and self.sums_replicas:
                 reduction = summed_over(reduction, key.replicas, shards, costs)
-        elif is_trained and key.reduce:
+        elif is_trained and key.reduce and not self._is_left(key):
             reduction = collective("all_reduce", shard_bytes, key.reduce, costs)
         return ParameterGroupEvents(
             gather=collective("all_gather", full_bytes, gather, costs)
