@@ -136,9 +136,9 @@ class Pools:
         self._pools: dict[int, Pool] = {}
 
     def run(self, world_size: int, function: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """See Pool.run; in new processes once more where one was aborted, with a warning. (One call
-        in ten thousand of a process that has ended many groups is; valgrind and MALLOC_CHECK_ find
-        nothing in the programs.) Raises WorkerFailure."""
+        """See Pool.run; in new processes once more where one was aborted, with a warning. (One of
+        some ten thousand calls was, in a process that had ended many groups; valgrind and
+        MALLOC_CHECK_ found nothing in the programs.) Raises WorkerFailure."""
         try:
             return self._run(world_size, function, *args, **kwargs)
         except WorkerFailure as failure:
