@@ -5,7 +5,6 @@ import and no second capture.
 """
 
 import contextlib
-import ctypes
 import multiprocessing
 import signal
 import time
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from meshfold.distributed.child_process import PR_SET_PDEATHSIG
+from meshfold.distributed.child_process import end_with_parent
 from meshfold.torch_compat.process_groups import join_on_loopback, loopback_store
 
 _FORK = multiprocessing.get_context("fork")
@@ -108,9 +107,7 @@ def _collected(pipes: list[Connection], timeout_s: float) -> list[Any]:
 
 
 def _run(work: Callable[[Callable[[Any], None]], Any], pipe: Connection) -> None:
-    # A child that is killed for its time leaves no ranks behind. (Not on other systems.)
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    end_with_parent()  # a child that is killed for its time leaves no ranks behind
     try:
         pipe.send(("done", work(lambda value: pipe.send(("report", value)))))
     except BaseException as error:

@@ -21,10 +21,15 @@ PR_SET_PDEATHSIG = 1
 def bind_to_parent(parent: int) -> None:
     """Let this process end with the process `parent`, which holds the other end of its stdin."""
     threading.Thread(target=_watch, daemon=True).start()
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    end_with_parent()
     if os.getppid() != parent:
         os._exit(1)
+
+
+def end_with_parent() -> None:
+    """On Linux, let this process be killed when its parent dies."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
 def _watch() -> None:

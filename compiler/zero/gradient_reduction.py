@@ -73,10 +73,11 @@ class Reduction:
                 return
         before = self._of.shared.sum_of(self._key) if self._on_last_microbatch else None
         if self._flat is None:
+            self._flat = before
+        if self._flat is None:
             # Copies of parameters that are stored on the host are of another dtype.
             dtype = self._members[key].gradient_dtype
-            new = like.new_empty(self._buffer.numel, dtype=dtype) if before is None else before
-            self._flat = new
+            self._flat = like.new_empty(self._buffer.numel, dtype=dtype)
         rows = self._buffer.columns(self._flat, key)
         self._members[key].write_gradients(gradients, rows, adds=before is not None)
         self._packed.add(key)
