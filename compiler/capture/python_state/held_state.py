@@ -40,9 +40,8 @@ _OF_GRAPHS = frozenset(("_parameters", "_buffers", "_flat_weights", "_flat_weigh
 """What modules of torch keep their parameters and buffers in: a graph has these."""
 _TABLES = _OF_GRAPHS | OWN_OF_MODULES - {"training"}
 """What else they keep beside what a user gives them."""
-
-
-_LISTS = (nn.ModuleList, nn.Sequential, nn.ParameterList)
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Modules that hold any number of others."""
 
 
 @dataclass(frozen=True)
@@ -213,8 +212,8 @@ class HeldState:
 
     def change(self, model: nn.Module, known: Iterable[tuple[str, str]]) -> str:
         """The first of the changes that is not `known`, of Changes or Kept, by name; "" if there is
-        none. Writes to parameters and buffers are the graph's. Raises CaptureError for a list of
-        modules or parameters that grows."""
+        none. Writes to parameters and buffers are the graph's. Raises CaptureError for a container
+        of modules or parameters that grows."""
         known = set(known)
         own = {f"{path}.{name}".strip(".") for path, name in known}
         shared = {name.replace(":", ".").rpartition(".")[2] for _, name in known if ":" in name}
@@ -228,9 +227,9 @@ class HeldState:
     def _changed_member(self, model: nn.Module) -> str:
         """Which a call has replaced, added or removed."""
         before, now = self._members, _members(model)
-        for name in now.keys() - before.keys():
-            # A list that has grown may grow again; an export does not see that.
-            if isinstance(model.get_submodule(name.rpartition(".")[0]), _LISTS):
+        for name in (n for n in now if n not in before):
+            # What has grown may grow again; an export does not see that.
+            if isinstance(model.get_submodule(name.rpartition(".")[0]), _CONTAINERS):
                 raise refused_change({}, {}, name)
         changed = (n for n in {**before, **now} if before.get(n) is not now.get(n))
         return next(changed, "")

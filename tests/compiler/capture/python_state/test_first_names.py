@@ -16,6 +16,7 @@ class Moving(Linears):
         self.move = move
         self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
         self.scale, self.shift = (nn.Parameter(torch.rand(4)) for _ in range(2))
+        self.named = nn.ModuleDict()
         self.more = nn.ModuleList([nn.Linear(4, 4), nn.Tanh()])
         self.is_done = False
 
@@ -43,6 +44,10 @@ def grow(model: Moving) -> None:
     model.more.append(model.more[1])
 
 
+def grow_a_dict(model: Moving) -> None:
+    model.named[str(len(model.named))] = model.more[1]
+
+
 def exchange_once(model: Moving) -> None:
     if not model.is_done:
         exchange(model)
@@ -64,6 +69,7 @@ def drop(model: Moving) -> None:
         (exchange_parameters, "scale"),
         (exchange_in_a_list, "left"),
         (grow, "more.2"),
+        (grow_a_dict, "named.0"),
     ],
     ids=lambda x: getattr(x, "__name__", x),
 )
