@@ -20,7 +20,7 @@ from meshfold.ir.op_graph import FoldedGraph, OpGraph, SlotKind, SourceKind, Val
 from meshfold.ir.plan import Plan, RegionPlan
 from meshfold.ir.spmd import INVARIANT, PARTIAL, Layout, layout_text
 from meshfold.passes.graph.typed import arriving_layouts, layouts_of_values, value_name
-from meshfold.passes.price.conversions import has_conversion
+from meshfold.passes.price.conversion_trees import reachable
 from meshfold.passes.price.parameter_groups import used_layout
 from meshfold.passes.rules.table import AxisRule
 from meshfold.passes.rules.typed import check_layout, typed_rules
@@ -136,14 +136,15 @@ def _check_conversions(graph: OpGraph, planned: RegionPlan, mesh: Mesh) -> None:
     """Every layout that ops and outputs read is there or can be made."""
     for v, (native, demands) in enumerate(layouts_of_values(graph, planned.typing)):
         is_parameter = v < len(graph.slots) and graph.slots[v].kind is SlotKind.PARAMETER
-        for demand in demands:
-            # Parameters are gathered by the runtime; the rest is converted in the graph.
-            arrived = used_layout(native, demand, mesh) if is_parameter else native
+        # Parameters are gathered by the runtime; the rest is converted in the graph.
+        roots = [used_layout(native, d, mesh) if is_parameter else native for d in demands]
+        for demand, arrived in zip(demands, roots, strict=True):
+            alike = (d for d, root in zip(demands, roots, strict=True) if root == arrived)
+            is_made = demand in reachable(arrived, alike)
             for there, wanted in zip(arrived, demand, strict=True):
                 if there == wanted:
                     continue
-                is_known = there.copies == 1 and has_conversion(there, wanted)
-                if "E" in (there.kind, wanted.kind) or not is_known:
+                if "E" in (there.kind, wanted.kind) or there.copies != 1 or not is_made:
                     raise PlanMismatchError(
                         f"region {planned.name}, {value_name(graph, v)}: no conversion leads from "
                         f"{layout_text(native)}, in which it is there, to {layout_text(demand)}, "

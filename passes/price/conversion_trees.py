@@ -8,14 +8,14 @@ and s the native one, over subsets A of D,
 (every tree grows by one layout at a time, so this is exact; 2^|D| |D|^2 steps, |D| is a handful).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from meshfold.ir.op_graph import OpGraph, SlotKind, Value
 from meshfold.ir.spmd import Layout
 from meshfold.ir.strategy import RegionTyping
 from meshfold.passes.graph.typed import layouts_of_values
-from meshfold.passes.price.conversions import ConversionCosts, conversion_cost, has_conversion
+from meshfold.passes.price.conversions import ConversionCosts, conversion_cost, converts
 from meshfold.passes.price.parameter_groups import used_layout
 
 _Tree = tuple[int, int, tuple[tuple[int, int], ...]]
@@ -41,7 +41,7 @@ def plan_conversions(
     price = [
         [
             round(conversion_cost(value, u, t, costs).total_s * 1e12)
-            if all(a == b or has_conversion(a, b) for a, b in zip(u, t, strict=True))
+            if converts(u, t)
             else _NO_CONVERSION
             for t in nodes
         ]
@@ -58,6 +58,15 @@ def plan_conversions(
                 options.append((cost + price[u][t], indirect + (u > 0), (*edges, (u, t))))
         best[members] = min(options)
     return tuple((nodes[u], nodes[t]) for u, t in best[2 ** len(wanted) - 1][2])
+
+
+def reachable(native: Layout, demands: Iterable[Layout]) -> frozenset[Layout]:
+    """The layouts of `demands` that a tree from `native` gives: what no direct conversion makes
+    may be made from another layout that is demanded, too."""
+    found, rest = {native}, set(demands)
+    while new := {t for t in rest - found if any(converts(u, t) for u in found)}:
+        found |= new
+    return frozenset(found)
 
 
 def conversion_trees(

@@ -131,6 +131,11 @@ def has_conversion(source: SpmdType, target: SpmdType) -> bool:
     return not source.padded and (not target.padded or source.kind in "IR")
 
 
+def converts(source: Layout, target: Layout) -> bool:
+    """Whether each axis of two layouts is alike, or has a conversion."""
+    return all(a == b or has_conversion(a, b) for a, b in zip(source, target, strict=True))
+
+
 def axis_conversion(source: SpmdType, target: SpmdType, axis_size: int) -> AxisConversion:
     """The conversion between two different types of one axis. Shards of one dim with overlapping
     digits gather and slice, both ways."""

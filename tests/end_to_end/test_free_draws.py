@@ -13,6 +13,8 @@ from support.search.free_draws import (
 
 from meshfold.api import plan_captured
 from meshfold.codegen.emit.pass_pipeline import emit
+from meshfold.codegen.emit.pipeline import emit_plan
+from meshfold.codegen.program.emitted import EmittedProgram
 from meshfold.ir.options import CompileOptions
 from meshfold.plan_file.io import plan_to_json
 
@@ -61,4 +63,21 @@ def test_experts_whose_rows_are_routed_by_tp_shards() -> None:
     )
     model, batch = tiny_model(draw.family, layers=draw.layers)
     found = errors_of_a_step(model, batch, captured, emit(captured.graph, plan))
+    assert max(error for errors in found for error in errors.values()) <= TOLERANCE
+
+
+UNEVEN_HEADS = 45
+"""A draw whose pending sum is read in padded shards, made of the form that leaves it."""
+
+
+@pytest.mark.slow(6)
+def test_a_pending_sum_that_is_read_in_padded_shards() -> None:
+    draw = free_draw(UNEVEN_HEADS)
+    plan = plan_that_fits(draw)
+    assert plan is not None and plan.strategy.tp == 3
+    captured = captured_model(draw.family, draw.layers)
+    program = emit_plan(captured.graph, plan)
+    assert isinstance(program, EmittedProgram)
+    model, batch = tiny_model(draw.family, layers=draw.layers)
+    found = errors_of_a_step(model, batch, captured, program)
     assert max(error for errors in found for error in errors.values()) <= TOLERANCE

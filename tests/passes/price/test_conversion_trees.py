@@ -12,16 +12,37 @@ from support.graphs.ops import mesh_of
 
 from meshfold.ir.mesh import Mesh
 from meshfold.ir.op_graph import Value
-from meshfold.ir.spmd import INVARIANT, PARTIAL, REPLICATE, Layout, Shard, is_legal, parse_layout
+from meshfold.ir.spmd import (
+    INVARIANT,
+    PARTIAL,
+    REPLICATE,
+    Layout,
+    PaddedShard,
+    Shard,
+    is_legal,
+    parse_layout,
+)
 from meshfold.ir.strategy import OpTyping, RegionTyping
-from meshfold.passes.price.conversion_trees import conversion_trees, plan_conversions
-from meshfold.passes.price.conversions import conversion_cost
+from meshfold.passes.price.conversion_trees import (
+    conversion_trees,
+    plan_conversions,
+    reachable,
+)
+from meshfold.passes.price.conversions import conversion_cost, converts
 
 X = Value((8, 16), "float32", requires_grad=True)
 TYPES = (INVARIANT, REPLICATE, PARTIAL, Shard(0), Shard(0, 2), Shard(1))
 LAYOUTS = [
     layout for layout in itertools.product(TYPES, TYPES) if is_legal(X.shape, layout, (2, 2))
 ]
+
+
+UNEVEN = [
+    layout
+    for layout in itertools.product((*TYPES[:3], Shard(1), PaddedShard(0)), TYPES[:4])
+    if is_legal(X.shape, layout, (3, 2))
+]
+"""With shards of 8 rows over 3 ranks, which are padded."""
 
 
 def layouts(*texts: str):
@@ -86,6 +107,36 @@ def test_trees_are_as_cheap_as_any(native: Layout, demands: list[Layout]) -> Non
     total = sum(conversion_cost(X, s, t, FlatCosts(mesh)).total_s for s, t in edges)
     wanted = [d for d in demands if d != native]
     assert total == pytest.approx(cheapest_by_brute_force(native, wanted, mesh), abs=1e-11)
+
+
+def _by_trees(native: Layout, demands: Sequence[Layout]) -> set[Layout]:
+    """Every choice of a parent for every demand, of the demands that hang on native by
+    conversions that there are."""
+    found: set[Layout] = set()
+    nodes = [native, *demands]
+    for parents in itertools.product(range(len(nodes)), repeat=len(demands)):
+        for k in range(len(demands)):
+            path = [k + 1]
+            while path[-1] and len(path) <= len(demands):
+                path.append(parents[path[-1] - 1])
+            steps = zip(path[1:], path, strict=False)
+            if path[-1] == 0 and all(converts(nodes[a], nodes[b]) for a, b in steps):
+                found.add(demands[k])
+    return found
+
+
+@given(
+    st.sampled_from(UNEVEN),
+    st.lists(st.sampled_from(UNEVEN), min_size=1, max_size=3, unique=True),
+)
+def test_padded_shards_are_made_of_what_else_is_demanded(
+    native: Layout, demands: list[Layout]
+) -> None:
+    wanted = [d for d in demands if d != native]
+    assert reachable(native, wanted) == {native, *_by_trees(native, wanted)}
+    made = [d for d in wanted if d in reachable(native, wanted)]
+    edges = plan_conversions(X, native, made, FlatCosts(mesh_of(3, 2)))
+    assert all(converts(*edge) for edge in edges)
 
 
 def test_users_of_one_layout_share_a_conversion() -> None:
