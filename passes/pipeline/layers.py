@@ -282,7 +282,7 @@ def strategy_costs(
         activation_bytes=activation_bytes,
         put_off_bytes=layer.put_off_bytes,
         gathered_bytes=2 * sums.num_bytes("all_gather"),
-        workspace_bytes=sums.workspace_bytes(memory),
+        workspace_bytes=sums.workspace_bytes(memory, is_only=strategy.microbatches == 1),
     )
     return costs if strategy.offload == "none" else _on_host(costs, seconds, sums, context)
 

@@ -160,6 +160,7 @@ class LayerParameters:
         self.tied: list[tuple[int, int]] = []
         self.copies_forward_s = self.copies_backward_s = self.copies_once_s = 0.0
         self.added_s = self.left_s = 0.0
+        self._packed_last = 0
         self.seconds: dict[tuple[str, bool], float] = {}
         self._shared = Counter[tuple[str, bool, Axes]]()
         self._own = defaultdict[tuple[str, bool, Axes], list[int]](list)
@@ -204,7 +205,8 @@ class LayerParameters:
         gradient_bytes = full if placed.rest or num_sharers == 1 else kept
         self.gradients += gradient_bytes
         self.results += wide * shard_bytes
-        if _is_summed(placed, zero, value):
+        is_summed = _is_summed(placed, zero, value)
+        if is_summed:
             # Added where the first ones were copied to: the sum is read besides.
             added_s = self._costs.compute_s(0.0, gradient_bytes, value.stored_dtype)
             added_s = max(0.0, added_s - self._costs.launch_s)
@@ -230,6 +232,7 @@ class LayerParameters:
             self._send("reduce_scatter", zero == 1, placed.shard_axes, wide * used, is_alone)
         if placed.rest:
             self._send("all_reduce", True, placed.rest, wide * shard_bytes, False)
+            self._packed_last += 0 if is_summed else wide * shard_bytes
         if parameter.num_holders > 1 and num_sharers == 1:
             self.tied.append((wide * used, parameter.num_holders))
 
@@ -262,17 +265,20 @@ class LayerParameters:
         self.copies_backward_s += repeated_s
         return is_unbucketed(value, layout, gather, costs)
 
-    def workspace_bytes(self, memory: RegionMemory) -> int:
+    def workspace_bytes(self, memory: RegionMemory, *, is_only: bool) -> int:
         """The worst of forward, backward and reduction: temporaries, two layers' gathered
-        parameters, a reduction in flight, flat buffers and results of the layer's own."""
+        parameters, a reduction in flight, flat buffers and results of the layer's own. is_only:
+        whether there is one microbatch; the sums of several are what is reduced once per step."""
         inside = memory.backward_peak_bytes - memory.saved_bytes
         gathered, scattered = self.num_bytes("all_gather"), self.num_bytes("reduce_scatter")
-        once = (self.num_bytes(kind, is_once=True) for kind in ("reduce_scatter", "all_reduce"))
-        buckets = scattered + sum(once)
+        late = self.num_bytes("reduce_scatter", is_once=True)
+        summed = self.num_bytes("all_reduce", is_once=True)
+        buckets = scattered + (late + summed if is_only else self._packed_last)
+        results = self.results * bool(buckets + late)
         return max(
             memory.forward_peak_bytes + 2 * gathered + self.num_bytes("all_gather", is_once=True),
             inside + 2 * gathered + scattered,
-            sum(memory.slot_gradient_bytes) + gathered + buckets + self.results * bool(buckets),
+            sum(memory.slot_gradient_bytes) + gathered + buckets + results,
         )
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.cost_models.memory.live_ranges import RegionMemory
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.mesh import Mesh
 from meshfold.ir.op_graph import Value
@@ -20,10 +21,10 @@ WEIGHT = Value((14336, 4096), "bfloat16", True)
 MASTER = Value((14336, 4096), "bfloat16", True, master="float32")
 
 
-def stages(pp: int, dp: int) -> tuple[Mesh, CostModel]:
+def stages(pp: int, dp: int, replicas: int = 1) -> tuple[Mesh, CostModel]:
     """The mesh of one stage, and costs on the mesh of all."""
     cluster = resolve_cluster("dgx-h100", pp * dp)
-    mesh = build_mesh(cluster, pp=pp, dp=dp, tp=1)
+    mesh = build_mesh(cluster, pp=pp, dp=dp, tp=1, replicas=replicas)
     own = Mesh(tuple(axis for axis in mesh.axes if axis.name != "pp"))
     return own, CostModel(cluster, mesh)
 
@@ -138,6 +139,26 @@ def test_gradients_that_are_final_with_every_backward_leave_with_it() -> None:
     assert leaving(8, 2) == leaving(8, 3) == (500, 500)
     assert leaving(1, 0, wide) == (0, 4000) and leaving(8, 3, wide) == (500, 500)
     assert leaving(1, 0, holders=2) == (0, 4000)
+
+
+@pytest.mark.parametrize(
+    ("zero", "replicas", "alone", "several"),
+    [
+        (0, 1, 24, 8),  # its gradient; alone a bucket and what comes out of it
+        (1, 1, 17, 9),  # and eighths that come out
+        (2, 1, 17, 17),  # reduced with every microbatch
+        (3, 1, 25, 25),  # and gathered for it
+        (3, 2, 28, 28),  # and shards of four ranks that two replicas add up
+    ],
+)
+def test_what_a_layer_works_with(zero: int, replicas: int, alone: int, several: int) -> None:
+    """In eighths of a weight. One microbatch packs its gradients; several reduce sums in place."""
+    mesh, costs = stages(2, 8, replicas)
+    found = LayerParameters([Parameter(WEIGHT, (), (), 1)], zero, mesh, costs, "adamw", 2)
+    eighth = WEIGHT.num_bytes // 8
+    memory = RegionMemory(0, frozenset(), (), (), (), 0, 0, 0, (WEIGHT.num_bytes,))
+    assert found.workspace_bytes(memory, is_only=True) == alone * eighth
+    assert found.workspace_bytes(memory, is_only=False) == several * eighth
 
 
 @pytest.mark.parametrize("zero", range(4))
