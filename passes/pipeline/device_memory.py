@@ -210,6 +210,8 @@ def _added_up(typed: TypedPipeline, device: int) -> MemoryEstimate:
         stage = next(stage for stage in stages if stage.first <= at < stage.end)
         inside = stage.in_flight * largest.activation_bytes
         kept, working, loss = kept - inside, 0, inside + working
+    # The optimizer steps when nothing of the microbatches is left.
+    more = sum(x.update_bytes for x in layers) - kept - gathered - working - loss
     return MemoryEstimate(
         parameters=sum(x.parameter_bytes for x in layers),
         gradients=sum(x.gradient_bytes for x in layers),
@@ -217,7 +219,7 @@ def _added_up(typed: TypedPipeline, device: int) -> MemoryEstimate:
         activations=kept + problem.fixed_bytes - problems.reserve_bytes,
         gathered_parameters=gathered + sum(x.gathered_once_bytes for x in layers),
         buckets=0,
-        transient=working + sum(x.update_bytes for x in layers),
+        transient=working + max(0, more),
         reserve=problems.reserve_bytes,
         capacity=problem.capacity_bytes,
         loss=loss,

@@ -139,7 +139,7 @@ class StrategyCosts:
     """Parameters that are gathered once per step."""
 
     update_bytes: int
-    """What the optimizer needs beyond one microbatch's activations."""
+    """What the optimizer takes behind the microbatches, in the place of gathered_once_bytes."""
 
     host: HostUse = field(default_factory=HostUse, kw_only=True)
     """Parameters, gradients and optimizer states."""
@@ -165,7 +165,7 @@ class StrategyCosts:
     def state_bytes(self) -> int:
         """What is resident all the time."""
         states = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
-        return states + self.gathered_once_bytes + self.update_bytes
+        return states + self.gathered_once_bytes
 
 
 Placed = dict[tuple[tuple[Parameter, ...], int], LayerParameters]
@@ -278,7 +278,7 @@ def strategy_costs(
         gradient_bytes=sums.gradients,
         optimizer_bytes=update.state_bytes,
         gathered_once_bytes=gathered_once_bytes,
-        update_bytes=max(0, update.step_bytes - activation_bytes - gathered_once_bytes),
+        update_bytes=max(0, update.step_bytes - gathered_once_bytes),
         activation_bytes=activation_bytes,
         put_off_bytes=layer.put_off_bytes,
         gathered_bytes=2 * sums.num_bytes("all_gather"),
@@ -364,6 +364,7 @@ def _criteria(x: StrategyCosts) -> tuple[float, ...]:
         x.sync_s,
         x.state_bytes,
         x.activation_bytes,
+        x.update_bytes,
         x.workspace_bytes,
     )
 
@@ -381,4 +382,5 @@ def run_costs(name: str, layer_costs: Sequence[StrategyCosts]) -> LayerCosts:
         activation_bytes=[x.activation_bytes for x in layer_costs],
         put_off_bytes=[x.put_off_bytes for x in layer_costs],
         transient_bytes=[x.workspace_bytes for x in layer_costs],
+        update_bytes=[x.update_bytes for x in layer_costs],
     )

@@ -65,6 +65,9 @@ MOST_REPLICATED = 3
 REPLICAS = "ZeRO inside a node in pipelines"
 """The name of what is left out of HSDP."""
 
+FULL = 0.98
+"""Of its memory, from which on a device is full."""
+
 MAX_BRANCHES = 120
 """Groups of stage boundaries bounded apart, per schedule, where a gap is closed."""
 
@@ -172,12 +175,25 @@ def beyond_sums(outcome: PipelineOutcome, limit_s: float, most: int) -> Pipeline
     return replace(outcome, found=(*outcome.found, *found), searched=searched)
 
 
-def in_less_memory(found: PricedPipeline, less_bytes: IntArray) -> PricedPipeline | None:
-    """The best pipeline of the same degrees and schedule on devices that have so many bytes less
-    than `found` takes, and where that is 0, what it was allowed; None where none is found."""
-    plan = found.plan
-    less = np.array(plan.memory_bytes) - less_bytes
-    memory_bytes = np.maximum(0, np.where(less_bytes > 0, less, plan.budgets_bytes))
+def with_counted_memory(found: PricedPipeline, peaks: IntArray) -> PricedPipeline | None:
+    """The best pipeline of the same degrees and schedule on devices whose memory is by so much more
+    or less as `found` adds up to more or less than its simulated peaks; None where none is found,
+    and where peaks that fit leave nothing to gain: no device is full as added up, or little is
+    left. Devices of one stage are given no more: the bound holds for what adds up to their
+    memory."""
+    plan, capacity_bytes = found.plan, found.problem.capacity_bytes
+    added, budgets = np.array(plan.memory_bytes), np.array(plan.budgets_bytes)
+    counted = np.maximum(0, added + capacity_bytes - peaks)
+    is_over = peaks > capacity_bytes
+    if not is_over.any() and (
+        plan.schedule.num_virtual_stages == 1
+        or (added < FULL * budgets).all()
+        or (peaks > FULL * capacity_bytes).any()
+    ):
+        return None
+    if plan.schedule.num_virtual_stages == 1:
+        counted = np.minimum(counted, budgets)
+    memory_bytes = np.where(is_over, counted, np.maximum(counted, budgets))
     chain = replace(found.problem.chain, memory_bytes=memory_bytes)
     fitting = search_faster_stages(chain, [plan.schedule], np.inf, max_branches=0)
     return priced_pipeline(found.problem, fitting) if isinstance(fitting, PipelinePlan) else None

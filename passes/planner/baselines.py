@@ -173,9 +173,9 @@ def uniform_pipeline(
 
 
 def _peak_bytes(stage: list[StrategyCosts], resident_bytes: int, in_flight: int) -> int:
-    activations = sum(x.activation_bytes for x in stage) + resident_bytes
-    states = sum(x.state_bytes for x in stage)
-    return states + in_flight * activations + max(x.workspace_bytes for x in stage)
+    kept = sum(max(in_flight * x.activation_bytes, x.update_bytes) for x in stage)
+    states = sum(x.state_bytes for x in stage) + in_flight * resident_bytes
+    return states + kept + max(x.workspace_bytes for x in stage)
 
 
 def even_boundaries(folded: FoldedGraph, num_stages: int) -> list[int]:

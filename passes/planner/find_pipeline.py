@@ -30,8 +30,8 @@ from meshfold.passes.pipeline.search import (
     PipelineOutcome,
     PricedPipeline,
     beyond_sums,
-    in_less_memory,
     search_pipelines,
+    with_counted_memory,
 )
 from meshfold.passes.pipeline.simulated import (
     TypedPipeline,
@@ -122,26 +122,27 @@ def _fastest(
 def _fastest_that_fits(
     problems: PipelineProblems, found_by_sums: Sequence[PricedPipeline], beat_s: float
 ) -> tuple[TypedPipeline | None, float]:
-    """The first by simulated time whose simulated peak fits, too, and its seconds. What the search
-    adds up is seldom less than that peak: where it is, and the step below beat_s, what is missing
-    is taken off the memory of its devices, and their stages are searched again, MOST_TIGHTENED
-    times in all."""
+    """The first by simulated time whose simulated peak fits, too, and its seconds. Where that peak
+    is not what the search adds up, and the step below beat_s, the memory of the devices is changed
+    by the difference, and their stages are searched again, MOST_AGAIN times in all."""
     ranked = rank_pipelines(problems, found_by_sums) if found_by_sums else []
-    num_left = MOST_TIGHTENED
-    while ranked:
+    num_left = MOST_AGAIN
+    best: TypedPipeline | None = None
+    best_s = np.inf
+    while ranked and by_step(ranked[0]) < best_s:
         found, step_s = ranked.pop(0)
         typed = TypedPipeline(problems, found)
-        peaks = [device_memory(typed, d).peak for d in range(found.plan.schedule.num_devices)]
-        over_bytes = np.maximum(0, np.array(peaks) - found.problem.capacity_bytes)
-        if not over_bytes.any():
-            return typed, step_s
+        num_devices = found.plan.schedule.num_devices
+        peaks = np.array([device_memory(typed, d).peak for d in range(num_devices)])
+        if (peaks <= found.problem.capacity_bytes).all():
+            best, best_s = typed, step_s
         if step_s >= beat_s or not num_left:
             continue
-        num_left -= 1
-        if smaller := in_less_memory(found, over_bytes):
-            ranked.append((smaller, simulated_step_s(problems, smaller)))
+        if again := with_counted_memory(found, peaks):
+            num_left -= 1
+            ranked.append((again, simulated_step_s(problems, again)))
             ranked.sort(key=by_step)
-    return None, np.inf
+    return best, best_s
 
 
 def _grown(request: PlanRequest) -> tuple[PipelineProblems, PipelineTree]:
@@ -159,9 +160,9 @@ def _grown(request: PlanRequest) -> tuple[PipelineProblems, PipelineTree]:
     return problems, tree.without_shared_experts() if is_cut else tree
 
 
-MOST_TIGHTENED = 4
-"""Searches of stages for what a simulated peak is above the memory. Chosen: each takes seconds, and
-of a pipeline one or two are enough."""
+MOST_AGAIN = 4
+"""Searches of stages for what a simulated peak is above the memory, or below it where the search
+had none left. Chosen: each takes seconds, and of a pipeline one or two are enough."""
 
 LEAST_GAIN = 5e-3
 """What a pipeline is faster by, as simulated, than a plan in one pass, which trains by a plain

@@ -110,6 +110,7 @@ class _Columns:
     state_bytes: FloatArray
     activation_bytes: FloatArray
     put_off_bytes: FloatArray
+    update_bytes: FloatArray
 
 
 def _columns(problem: StageProblem, schedule: Schedule) -> _Columns:
@@ -137,6 +138,7 @@ def _undominated(layer: LayerCosts, *, splits_backward: bool) -> list[tuple[floa
             layer.state_bytes,
             layer.activation_bytes,
             layer.put_off_bytes if splits_backward else np.zeros_like(layer.put_off_bytes),
+            layer.update_bytes,
         ]
     )
     kept: list[FloatArray] = []
@@ -225,11 +227,12 @@ def _memory(
     for device, moments in enumerate(counted_in_flight(schedule)):
         own = list(schedule.stages_of(device))
         for in_flight in moments:
-            each = columns.state_bytes
+            in_all = np.zeros(len(columns.stage))
             for counts, num_bytes in zip(np.reshape(in_flight, (-1, len(own))), kept, strict=False):
                 of_stage = np.zeros(schedule.num_stages)
                 of_stage[own] = counts
-                each = each + of_stage[columns.stage] * num_bytes
+                in_all += of_stage[columns.stage] * num_bytes
+            each = columns.state_bytes + np.maximum(in_all, columns.update_bytes)
             rows.append((device_of == device) * each)
             room.append(float(problem.memory_bytes[device] - least))
     return np.array(rows), np.array(room)

@@ -7,10 +7,11 @@ type. A stage that holds the layers [a, b) with k microbatches in flight needs
     sum of state_bytes + k * (sum of activation_bytes + resident_bytes[a]) + max of transient_bytes
 
 at every moment, and where the backward is split, w * put_off_bytes of every layer for w
-microbatches between B and W. That must not exceed the memory of its device. Layers of a stage run
-at forward_s and backward_s per microbatch; sync_s is paid once per step, after the stage's last
-backward (gradient reduction that nothing hides). Plain data, no torch: tables come from the region
-search or from a profile.
+microbatches between B and W. A layer keeps at least update_bytes of these: what the optimizer takes
+at the end of the step, when nothing of a microbatch is left. That must not exceed the memory of its
+device. Layers of a stage run at forward_s and backward_s per microbatch; sync_s is paid once per
+step, after the stage's last backward (gradient reduction that nothing hides). Plain data, no torch:
+tables come from the region search or from a profile.
 """
 
 from collections.abc import Sequence
@@ -38,7 +39,8 @@ class LayerCosts:
     Per microbatch: forward_s, backward_s, of which weight_s for weight gradients,
     activation_bytes, and put_off_bytes, which a split backward keeps from B to W instead, as many
     where nothing else is said. Per step: sync_s, state_bytes (parameters, gradients, optimizer
-    state), transient_bytes (of which a stage pays the largest only). Strategies are in the order of
+    state), update_bytes (what the optimizer takes instead of activations), transient_bytes (of
+    which a stage pays the largest only). Strategies are in the order of
     their names, so that the order they came in decides nothing.
     """
 
@@ -52,6 +54,7 @@ class LayerCosts:
     activation_bytes: IntArray
     transient_bytes: IntArray
     put_off_bytes: IntArray
+    update_bytes: IntArray
 
     @classmethod
     def build(
@@ -67,6 +70,7 @@ class LayerCosts:
         sync_s: ArrayLike = 0.0,
         transient_bytes: ArrayLike = 0,
         put_off_bytes: ArrayLike | None = None,
+        update_bytes: ArrayLike = 0,
     ) -> "LayerCosts":
         """Scalars count for every strategy. Raises OptionError for negative or fractional bytes,
         negative or infinite times, and shapes that do not fit."""
@@ -94,6 +98,7 @@ class LayerCosts:
             integers("activation_bytes", activation_bytes),
             integers("transient_bytes", transient_bytes),
             integers("put_off_bytes", activation_bytes if put_off_bytes is None else put_off_bytes),
+            integers("update_bytes", update_bytes),
         )
         if np.any(costs.weight_s > costs.backward_s):
             raise OptionError(
@@ -107,10 +112,10 @@ class LayerCosts:
 
     def kept_bytes(self, in_flight: Sequence[float]) -> FloatArray:
         """Of so many microbatches before the end of B and, where it is split and these are counted
-        apart, so many between B and W."""
+        apart, so many between B and W; or for the update behind them, where that is more."""
         tables = (self.activation_bytes, self.put_off_bytes)
         each = [n * table for n, table in zip(in_flight, tables, strict=False)]
-        return np.asarray(sum(each), float)
+        return np.maximum(sum(each), self.update_bytes, dtype=float)
 
     def only(self, strategy: int) -> "LayerCosts":
         """The same layer under one strategy, by number."""
@@ -126,6 +131,7 @@ class LayerCosts:
             self.activation_bytes[at],
             self.transient_bytes[at],
             self.put_off_bytes[at],
+            self.update_bytes[at],
         )
 
     @property

@@ -6,10 +6,11 @@ in flight; which tuples n occur is known (schedules.counted_in_flight). With sta
 activations a and transients u of the layers l that are chosen, x the resident bytes of a virtual
 stage's first layer, a device needs
 
-    sum_l s_l + max over n of sum_c n_c (x_c + sum_{l in c} a_l) + max_l u_l
+    sum_l s_l + max over n of sum_c (n_c x_c + sum_{l in c} max(n_c a_l, o_l)) + max_l u_l
 
-Where the backward is split, n has as many entries again: microbatches between B and W, of which the
-layers keep what they put off, w_l for a_l.
+with o what the optimizer takes when the microbatches are gone. Where the backward is split, n has
+as many entries again: microbatches between B and W, of which the layers keep what they put off, w_l
+for a_l.
 
 The strategies are exact for one n, that with the most activations if all layers were at their
 fastest. Where those overrun at another n, they are solved again for that one, for the most that
@@ -100,7 +101,7 @@ class VirtualStageSolver:
             for run, count in self.problem.run_slices(first, end)
         ]
         vectors = self._vectors[number]
-        likely = _fullest(vectors, self._fastest_bytes(groups))
+        likely = _last_of_most(vectors, vectors @ self._fastest_bytes(groups))
         return _Device(groups, spans, vectors, likely, int(self.problem.memory_bytes[number]))
 
     def _least_s(self, device: "_Device") -> float:
@@ -139,8 +140,8 @@ class VirtualStageSolver:
     ) -> tuple[InFlight, list[Stage], int]:
         """(the moment at which these layers need most, their stages then, bytes that are missing
         then, 0 or less where there is room)."""
-        each = self._microbatch_bytes(solved, device.groups, device.spans)
-        worst = _fullest(device.vectors, each)
+        sizes = self._kept_bytes(solved, device)
+        worst = _last_of_most(device.vectors, sizes)
         stages = self._built(solved, device.groups, device.spans, worst)
         return worst, stages, sum(stage.memory_bytes for stage in stages) - device.budget
 
@@ -202,23 +203,18 @@ class VirtualStageSolver:
             )
         return (numbers, room), self._problems[numbers, room]
 
-    def _microbatch_bytes(
-        self,
-        solved: SolvedStage,
-        groups: Sequence[_LayersOfStage],
-        spans: Sequence[tuple[int, int]],
-    ) -> IntArray:
-        """Bytes per microbatch in flight of each virtual stage, by the entries of InFlight."""
-        v, each = len(spans), np.zeros(len(self.in_flight[0][0]), np.int64)
-        each[:v] = [self.problem.resident_bytes[first] for first, _ in spans]
+    def _kept_bytes(self, solved: SolvedStage, device: "_Device") -> IntArray:
+        """What these layers keep, and what their stages took over, by moment."""
+        v, vectors = len(device.spans), device.vectors
+        arrived = np.array([self.problem.resident_bytes[first] for first, _ in device.spans])
+        kept = vectors[:, :v] @ arrived
         for block in solved.blocks:
-            group = groups[block.run]
+            group = device.groups[block.run]
             costs = self.problem.runs[group.run].layer
-            at = costs.strategies.index(block.strategy)
-            tables = costs.activation_bytes, costs.put_off_bytes
-            for k in range(group.virtual_stage, len(each), v):
-                each[k] += block.count * tables[k // v][at]
-        return each
+            layer = costs.only(costs.strategies.index(block.strategy))
+            in_flight = tuple(vectors.T[group.virtual_stage :: v])
+            kept = kept + block.count * layer.kept_bytes(in_flight).astype(np.int64)
+        return np.asarray(kept)
 
     def _built(
         self,
@@ -252,10 +248,8 @@ class VirtualStageSolver:
         return stages
 
 
-def _fullest(vectors: IntArray, each: IntArray) -> InFlight:
-    """Of the moments, the one at which most bytes are there; of equal ones the last. each: bytes
-    per microbatch."""
-    sizes = vectors @ each
+def _last_of_most(vectors: IntArray, sizes: IntArray) -> InFlight:
+    """Of the moments, the one at which most bytes are there; of equal ones the last."""
     return tuple(vectors[np.flatnonzero(sizes == sizes.max())[-1]].tolist())
 
 

@@ -105,5 +105,5 @@ def test_what_does_not_fit_as_simulated_gets_less_memory(monkeypatch: pytest.Mon
     # Nothing is searched again that is not faster than what is there already.
     nothing = (None, np.inf)
     assert find_pipeline._fastest_that_fits(problems, outcome.found, 0.9 * step_s) == nothing
-    monkeypatch.setattr(find_pipeline, "MOST_TIGHTENED", 0)
+    monkeypatch.setattr(find_pipeline, "MOST_AGAIN", 0)
     assert find_pipeline._fastest_that_fits(problems, outcome.found, np.inf) == nothing

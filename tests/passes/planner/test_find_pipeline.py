@@ -56,7 +56,7 @@ def every_step_s(problems: PipelineProblems, strategy: UniformStrategy) -> list[
         cuts = [0, *inner, len(layers)]
         stages = [layers[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
         needs = [
-            sum(x.state_bytes + k * x.activation_bytes for x in stage)
+            sum(x.state_bytes + max(k * x.activation_bytes, x.update_bytes) for x in stage)
             + k * int(problem.chain.resident_bytes[first])
             + max(x.workspace_bytes for x in stage)
             for stage, first, k in zip(stages, cuts, schedule.in_flight, strict=False)

@@ -98,10 +98,11 @@ def test_plan_is_what_it_says(seed):
             at = costs.strategies.index(block.strategy)
             forward_s += block.count * costs.forward_s[at]
             sync_s += block.count * costs.sync_s[at]
-            each = costs.state_bytes[at], costs.activation_bytes[at], costs.put_off_bytes[at]
+            each = costs.activation_bytes[at], costs.put_off_bytes[at]
+            passes = [sum(n * k for n, k in zip(ns, each, strict=False)) for ns in moments[i]]
             kept = [
-                now + block.count * sum(n * k for n, k in zip((1, *ns), each, strict=False))
-                for now, ns in zip(kept, moments[i], strict=True)
+                now + block.count * (costs.state_bytes[at] + max(x, costs.update_bytes[at]))
+                for now, x in zip(kept, passes, strict=True)
             ]
             transient = max(transient, int(costs.transient_bytes[at]))
         assert stage.in_flight == held[i]
@@ -281,7 +282,8 @@ def test_shuffled_strategies_and_schedules_give_the_same_plan():
 def _shuffled(layer, draws):
     order = draws.permutation(len(layer.strategies))
     columns = ("forward_s", "backward_s", "weight_s", "sync_s")
-    columns += ("state_bytes", "activation_bytes", "transient_bytes", "put_off_bytes")
+    columns += ("state_bytes", "activation_bytes", "transient_bytes")
+    columns += ("put_off_bytes", "update_bytes")
     tables = {key: getattr(layer, key)[order] for key in columns}
     return LayerCosts.build(layer.name, tuple(layer.strategies[s] for s in order), **tables)
 

@@ -32,7 +32,15 @@ def default_schedules(problem):
 
 
 def layer_costs(
-    name, draws, num_strategies=3, *, sync=False, transient=False, scale=1.0, put_off=False
+    name,
+    draws,
+    num_strategies=3,
+    *,
+    sync=False,
+    transient=False,
+    scale=1.0,
+    put_off=False,
+    update=False,
 ):
     """A layer type whose fast strategies take more memory; `draws` is a numpy Generator. put_off:
     as many bytes from B to W as are drawn, otherwise those of the activations."""
@@ -50,6 +58,7 @@ def layer_costs(
         activation_bytes=np.sort(draws.integers(0, 8, n))[::-1],
         transient_bytes=draws.integers(0, 12, n) if transient else 0,
         put_off_bytes=draws.integers(0, 12) if put_off else None,
+        update_bytes=draws.integers(0, 20, n) if update else 0,
     )
 
 
@@ -59,7 +68,12 @@ def random_problem(seed):
     draws = np.random.default_rng(seed)
     types = [
         layer_costs(
-            f"t{i}", draws, sync=seed % 5 == 0, transient=seed % 4 == 0, put_off=seed % 2 == 0
+            f"t{i}",
+            draws,
+            sync=seed % 5 == 0,
+            transient=seed % 4 == 0,
+            put_off=seed % 2 == 0,
+            update=seed % 3 == 1,
         )
         for i in range(int(draws.integers(1, 4)))
     ]
@@ -159,8 +173,11 @@ def _device_options(problem, spans, held, budget):
             sum(n * problem.resident_bytes[first] for n, (first, _) in zip(ns, spans, strict=False))
             + sum(
                 c.state_bytes[s]
-                + ns[virtual_stage] * c.activation_bytes[s]
-                + sum(ns[len(spans) + virtual_stage :][:1]) * c.put_off_bytes[s]
+                + max(
+                    ns[virtual_stage] * c.activation_bytes[s]
+                    + sum(ns[len(spans) + virtual_stage :][:1]) * c.put_off_bytes[s],
+                    c.update_bytes[s],
+                )
                 for virtual_stage, c, s in picked
             )
             for ns in held
