@@ -198,6 +198,9 @@ class StepEvents:
     """In place of the reductions of the groups that they hold."""
     allgather_buckets: tuple[AllGatherBucket, ...] = ()
     """In place of the gathers of the groups that they hold."""
+    adds_shards: bool = False
+    """Whether what is reduce-scattered in the backward is waited for, and added to the sums of the
+    microbatches, when the backward of the next region is over."""
 
     def __post_init__(self) -> None:
         if any(not 0 <= r < len(self.regions) for r in self.instances):

@@ -27,6 +27,7 @@ class ReducedUse(Protocol):
     def sums_replicas(self) -> bool: ...
     def start_unfinished_reduction(self) -> None: ...
     def finish_reduction(self) -> Gradients: ...
+    def adds_up(self, member: int) -> bool: ...
 
 
 def finish_reductions(
@@ -34,7 +35,8 @@ def finish_reductions(
 ) -> list[Gradients]:
     """Wait for the reductions of all uses, in the order in which they were started. Members that
     are also Invariant -> Replicate on other axes than the gathered ones are all-reduced as shards,
-    together per set of axes, with the last microbatch; before it they have no gradient."""
+    together per set of axes, with the last microbatch; before it they have no gradient, as others
+    that are added up have none (adds_up)."""
     for use in reversed(uses):
         use.start_unfinished_reduction()
     gradients = [u.finish_reduction() for u in reversed(uses)][::-1]
@@ -44,9 +46,9 @@ def finish_reductions(
             continue
         for m in range(len(use.group.members)):
             gradient, axes = of_use[m], use.group.left_axes(m, use.sums_replicas)
-            if axes and gradient is not None:
+            if gradient is not None and (axes or use.adds_up(m)):
                 of_use[m] = total = shared.add((*use.key, m), gradient)
-                if total is not None:
+                if axes and total is not None:
                     second.setdefault((axes, total.dtype), []).append((of_use, m))
     started = []
     for (axes, _), owed in second.items():

@@ -3,8 +3,8 @@
 sums    gradients that are reduced, or cast, once per step: of groups that are not gathered, and of
         gathered ones whose gradients are accumulated unsharded (ZeRO 1); flat, those of later
         microbatches are added where the first ones lie. Other gathered groups (ZeRO 2 and 3) keep
-        shards, so they are reduce-scattered with every microbatch; what these still owe to other
-        axes waits here.
+        shards, so they are reduce-scattered with every microbatch and added up here until the last
+        (shard_sums.py), when what they owe to other axes is reduced.
 unsharded   parameters that are gathered once per step (ZeRO 1 and 2), from the first forward to the
         last backward
 started   gathers that began before the first microbatch arrived, until its forward takes them

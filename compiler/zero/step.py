@@ -36,6 +36,7 @@ from meshfold.zero.layer_copies import InstanceCopies
 from meshfold.zero.microbatch_state import Key, SharedStep
 from meshfold.zero.parameter_gather import Gather, Gathered
 from meshfold.zero.parameter_group import GroupBuffers
+from meshfold.zero.shard_sums import are_early, leave, lone_shards, on_device
 
 SECOND_BACKWARD = (
     "backward through a step that has already run backward: the gradients of a step are reduced "
@@ -176,17 +177,19 @@ class GroupUse:
         return self._reduction.finish(self.key)
 
     def leave_early(self) -> bool:
-        """Hand gradients that are final to the host; whether the reduction was started."""
+        """See shard_sums; whether the reduction was started."""
         if not self._reduction.is_started:
             return False
-        gradients, host = self.finish_reduction(), self._step.host_side
-        for m, gradient in enumerate(gradients or ()):
-            is_final = not (self.group.gather and self.group.left_axes(m, self.sums_replicas))
-            if gradients and gradient is not None and is_final and host.takes(self.shards[m]):
-                host.take(self.shards[m], gradient)
-                gradients[m] = None
-        self._finished = [gradients]
+        step = self._step
+        self._finished = [leave(self, self.finish_reduction(), step.host_side, step.shared)]
         return True
+
+    def adds_up(self, member: int) -> bool:
+        """Whether the gradient of a shard is reduced with every microbatch, and goes to autograd
+        with the last one alone."""
+        shard = self.shards[member]
+        is_lone = id(shard) in self._step.lone_shards
+        return is_lone and not (self.reduce_on_last_microbatch or self._step.host_side.takes(shard))
 
     @property
     def sums_replicas(self) -> bool:
@@ -229,7 +232,8 @@ class TrainingStep:
         self.context = context
         self.host_side: HostSide = host_side or NoHostSide()
         self._leaving: list[GroupUse] = []
-        """Whose gradients are to leave for the host, in the order of their reductions."""
+        """Whose gradients are to leave early, in the order of their reductions."""
+        self.lone_shards: frozenset[int] = frozenset()
         self.mesh = mesh = context.mesh
         self.shared = shared
         self.waits_at_once = waits_at_once
@@ -307,15 +311,17 @@ class TrainingStep:
             raise MeshfoldError(SECOND_BACKWARD)
         self._at = len(self.uses)
         self.is_backward = True
+        self.lone_shards = lone_shards(self.trained())
         for use in chain.from_iterable(self.uses):
             if use.reshard_after_forward and not use.is_saved:
                 use.release()
         self.prefetch_before(len(self.uses))
 
     def note_reduction(self, use: GroupUse) -> None:
-        """A use has handed its gradients over. Those of regions behind leave for the host: their
+        """A use has handed its gradients over. Those of regions behind leave (shard_sums): their
         reductions had this region's backward to run beside."""
-        if not any(map(self.host_side.takes, use.shards)):
+        adds = not use.reduce_on_last_microbatch
+        if not are_early(self.shared, self.host_side, use.shards, adds=adds):
             return
         behind = [u for u in self._leaving if u.instance > use.instance and u.leave_early()]
         self._leaving = [*(u for u in self._leaving if u not in behind), use]
@@ -324,12 +330,8 @@ class TrainingStep:
         """Of the trained uses what is still to be given to autograd."""
         of = self.mesh, self.shared, self.reducing.all_reduces
         found = finish_reductions(self.trained(), *of)
-        for use, gradients in zip(self.trained(), found, strict=True):
-            for m, gradient in enumerate(gradients or ()):
-                if gradients and gradient is not None and self.host_side.takes(use.shards[m]):
-                    self.host_side.take(use.shards[m], gradient)
-                    gradients[m] = None
-        return found
+        pairs = zip(self.trained(), found, strict=True)
+        return [on_device(use, gradients, self.host_side) for use, gradients in pairs]
 
     def finish_backward(self) -> None:
         self._is_done = True

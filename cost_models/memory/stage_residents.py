@@ -6,16 +6,19 @@ Gradients of parameters, by how they are reduced (meshfold.zero.microbatch_state
 
                                         first B   B between       last B, of several
     not, straight to .grad              grow      all             all
-    with every microbatch               grow      all, and grow   all, and grow
+    with every microbatch               grow      all, and one    all, and one
     once, added up unsharded until then grow      all             all, replaced by what comes out
 
-What is added straight to older gradients is gone at once (live_ranges.py).
+What is added straight to older gradients is gone at once (live_ranges.py), what is reduced with
+every microbatch when the next instance's backward is over ("one"; its results count as buffers,
+cost_models/simulation/gradient_buffers.py), but for parameters that several instances read: these
+grow as in the first.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, pairwise
 
 from meshfold.cost_models.memory.parameter_uses import ParameterUse
 from meshfold.cost_models.memory.put_off_bytes import LeftToW, PutOffBytes
@@ -46,6 +49,8 @@ class ParameterGradients:
     final: int
     each: int
     """Of summed, what is reduced with every microbatch."""
+    beside: int
+    """At most, of a later microbatch, beside these."""
     sums: int
     """Of summed, what is added up in buffers."""
     late: int
@@ -117,13 +122,15 @@ def _parameter_gradients(
     instances: Sequence[StageInstance], *, is_only: bool, splits: bool
 ) -> ParameterGradients:
     direct = _gradients(instances, _is_direct)
-    each = _gradients(instances, _is_each)
+    each, stays = _gradients(instances, _is_each), _gradients(instances, _is_shared)
+    lone = [0, *(a - b for a, b in zip(each.bytes, stays.bytes, strict=True))]
     once = _gradients(instances, is_summed)
     sums = _gradients(instances, is_summed, is_unsharded=True)
     constant = direct.final + each.final
     summed, final = constant + sums.final, constant + once.final
     late = _gradients(instances, _is_late).final
-    ends = summed, final, each.final, sums.final, late
+    beside = stays.final + max(map(sum, pairwise((0, *map(_passing_bytes, instances), 0))))
+    ends = summed, final, each.final, beside, sums.final, late
     moments = range(2 * len(instances))
     if splits:
         nothing = (0,) * len(moments)
@@ -134,9 +141,10 @@ def _parameter_gradients(
         return ParameterGradients(only, only, only, *ends)
     waiting = [sums.final - sums.bytes[t] + once.bytes[t] for t in moments]
     return ParameterGradients(
-        tuple(grown[t] + sums.bytes[t] for t in moments),
-        tuple(summed + each.bytes[t] for t in moments),
-        tuple(constant + each.bytes[t] + waiting[t] for t in moments),
+        # Behind the next instance these are sums.
+        tuple(direct.bytes[t] + stays.bytes[t] + lone[t] + sums.bytes[t] for t in moments),
+        tuple(summed + stays.bytes[t] for t in moments),
+        tuple(constant + stays.bytes[t] + waiting[t] for t in moments),
         *ends,
     )
 
@@ -174,6 +182,16 @@ def _is_late(use: ParameterUse, is_once: bool) -> bool:
 def _is_each(use: ParameterUse, is_once: bool) -> bool:
     """So is what several instances read: the sum of this microbatch waits for the last of them."""
     return not (_is_direct(use, is_once) or is_summed(use, is_once))
+
+
+def _is_shared(use: ParameterUse, is_once: bool) -> bool:
+    return bool(use.name) and _is_each(use, is_once)
+
+
+def _passing_bytes(instance: StageInstance) -> int:
+    """Of gradients that are reduced with every microbatch, and leave behind the next instance."""
+    uses, once = instance.memory.parameters, instance.is_once
+    return sum(u.resident_bytes for u in uses if _is_each(u, once) and not u.name)
 
 
 def _named_here(instances: Sequence[StageInstance]) -> list[StageInstance]:

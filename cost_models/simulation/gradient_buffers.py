@@ -1,6 +1,7 @@
 """Buffers of gradients during a simulated backward, and the reductions that read them."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from meshfold.cost_models.simulation.hierarchical_all_reduce import (
     HierarchicalReduction,
@@ -30,17 +31,30 @@ class _Bucket:
         return self.has_all and (self.reading is None or self.reading.is_done)
 
 
+@dataclass
+class _Results:
+    """Of reductions. are_known: whether gradients of the instance are reduced at all."""
+
+    are_known: bool = False
+    num_bytes: int = 0
+    reductions: list[Transfer | HierarchicalReduction] = field(default_factory=list)
+
+
 _Reading = Transfer | HierarchicalReduction | _Bucket | None
 
 
 class GradientBuffers:
-    """groups: the parameter groups of each instance; buckets: reductions of several in one."""
+    """groups: the parameter groups of each instance; buckets: reductions of several in one.
+    adds_shards: whether what is reduce-scattered with every microbatch is added to sums there are,
+    behind the next instance (meshfold.zero.shard_sums)."""
 
     def __init__(
         self,
         reducing: ReductionStreams,
         groups: Sequence[Sequence[ParameterGroupEvents]],
         buckets: Sequence[ReduceBucket],
+        *,
+        adds_shards: bool = False,
     ) -> None:
         self.started: list[Transfer | HierarchicalReduction] = []
         self._reducing = reducing
@@ -48,6 +62,9 @@ class GradientBuffers:
         self._buckets = {group: b for b in map(_Bucket, buckets) for group in b.of.groups}
         self._result_bytes = 0
         """Of reductions that began in this backward; after it they are resident gradients."""
+        self._adds_shards = adds_shards
+        self._own, self._behind = _Results(), _Results()
+        """Of the instance that runs, and of the one before, which are added to their sums."""
         self._flying: list[tuple[_Reading, int]] = []
         """Buffers of gradients, and the reductions that read them longer than one backward."""
         self._leaving: list[tuple[_Reading, int]] = []
@@ -62,7 +79,7 @@ class GradientBuffers:
         for reading, size in self._flying:
             if reading is None or not reading.is_done:
                 flying += size
-        return flying + self._result_bytes + self._waiting_bytes
+        return flying + self._result_bytes + self._behind.num_bytes + self._waiting_bytes
 
     def reduce(self, instance: int, number: int) -> None:
         """The gradients of a group are there."""
@@ -70,7 +87,10 @@ class GradientBuffers:
         if bucket is not None:
             self._pack(bucket, instance, group)
         else:
-            reduction = self._start(group.reduce, instance) if group.reduce else None
+            reduction = None
+            if group.reduce:
+                reduction = self._start(group.reduce, instance)
+                self._note_results(group.reduce, [group])
             is_here = group.adds_to_sum or group.reduce and group.reduces_gradient
             of = self._leaving if is_here else self._flying
             of.append((reduction, group.flat_bytes))
@@ -79,6 +99,11 @@ class GradientBuffers:
     def end_instance(self) -> None:
         """A backward is over: results count as gradients, buffers stay while a link reads them."""
         self._result_bytes = 0
+        if self._own.are_known:
+            for reduction in self._behind.reductions:
+                self._reducing.finish(reduction)
+                self.started.remove(reduction)
+            self._behind, self._own = self._own, _Results()
         flying = (*self._flying, *self._leaving)
         self._flying = [(t, n) for t, n in flying if t is not None and not t.is_done]
         self._leaving = []
@@ -128,7 +153,16 @@ class GradientBuffers:
             self._flying.append((None, group.flat_bytes))
         elif bucket.has_all:
             self._waiting_bytes -= bucket.flat_bytes
+        self._own.are_known = self._adds_shards
         if bucket.has_all:
             reading = self._start(of, instance)
             if reading is not None:
                 self._flying.append((reading, bucket.flat_bytes))
+            self._note_results(of, [self._groups[i][k] for i, k in bucket.of.groups])
+
+    def _note_results(self, of: CollectiveEvent, groups: Sequence[ParameterGroupEvents]) -> None:
+        """What has just started gives shards that are added to their sums."""
+        if self._adds_shards and of.kind == "reduce_scatter" and not groups[0].adds_to_sum:
+            self._own.are_known = True
+            self._own.reductions.append(self.started[-1])
+            self._own.num_bytes += sum(group.result_bytes for group in groups)

@@ -210,9 +210,9 @@ class _Device:
         self.left_weights[s] -= 1
         gradients, before = of.use.residents.gradients, self.gradients[s]
         others = sum(self.gradients.values()) - before
-        buffers, of_results = of.use.reduced_bytes, gradients.each
+        buffers, of_results = of.use.reduced_bytes, gradients.beside
         if not before:
-            of_results += gradients.sums
+            of_results = gradients.each + gradients.sums
         if not self.left_weights[s]:
             of_results += gradients.late
         results = direct = 0

@@ -117,7 +117,10 @@ class StepRun:
         """Bytes of buffers that the last of their members is being copied out of."""
         self.reducing = ReductionStreams(self.streams)
         self.gradient_buffers = GradientBuffers(
-            self.reducing, [r.groups for r in self.regions], events.reduce_buckets
+            self.reducing,
+            [r.groups for r in self.regions],
+            events.reduce_buckets,
+            adds_shards=events.adds_shards,
         )
         self.gathers = {g: bucket for bucket in events.allgather_buckets for g in bucket.groups}
         self.is_backward = False

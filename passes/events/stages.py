@@ -61,8 +61,8 @@ class StageWriter:
             trailing = reduced_at_end(edge, own, self._costs)
             found.append(
                 StageEvents(
-                    _events(edge_regions, own, trailing, self._costs),
-                    _events(inner_regions, own, trailing if self._is_only else (), self._costs),
+                    self._events(edge_regions, own, trailing),
+                    self._events(inner_regions, own, trailing if self._is_only else ()),
                     put_off=tuple(inner[r].put_off for r in own),
                 )
             )
@@ -76,21 +76,21 @@ class StageWriter:
         written, numbers = written_regions(*self._program, Microbatch.BEGUN)
         regions = tuple(r.events for r in written)
         spans = pairwise(self._first)
-        return [_events(regions, tuple(numbers[a:b]), (), self._costs) for a, b in spans]
+        return [self._events(regions, tuple(numbers[a:b])) for a, b in spans]
 
-
-def _events(
-    regions: tuple[RegionEvents, ...],
-    instances: tuple[int, ...],
-    trailing: tuple[CollectiveEvent, ...],
-    costs: CostModel,
-) -> StepEvents:
-    return StepEvents(
-        regions=regions,
-        instances=instances,
-        trailing=trailing,
-        optimizer_s=0.0,
-        resident_bytes=(0,) * (2 * len(instances) + 1),
-        fixed_bytes=0,
-        slowdown=costs.cluster.overlap_slowdown,
-    )
+    def _events(
+        self,
+        regions: tuple[RegionEvents, ...],
+        instances: tuple[int, ...],
+        trailing: tuple[CollectiveEvent, ...] = (),
+    ) -> StepEvents:
+        return StepEvents(
+            regions=regions,
+            instances=instances,
+            trailing=trailing,
+            optimizer_s=0.0,
+            resident_bytes=(0,) * (2 * len(instances) + 1),
+            fixed_bytes=0,
+            slowdown=self._costs.cluster.overlap_slowdown,
+            adds_shards=not self._is_only,
+        )

@@ -52,6 +52,7 @@ from meshfold.passes.stages.answer import PipelinePlan
 from meshfold.passes.stages.memory_bound import memory_bound_s
 from meshfold.passes.stages.search import StageSearch, search_faster_stages
 from meshfold.passes.stages.solved import step_ends_s
+from meshfold.passes.stages.virtual_stages import VirtualStageSearch
 
 MEMORY = "layers under the memory above the best plan"
 STAGES = "stages above the best plan"
@@ -195,7 +196,14 @@ def with_counted_memory(found: PricedPipeline, peaks: IntArray) -> PricedPipelin
         counted = np.minimum(counted, budgets)
     memory_bytes = np.where(is_over, counted, np.maximum(counted, budgets))
     chain = replace(found.problem.chain, memory_bytes=memory_bytes)
-    fitting = search_faster_stages(chain, [plan.schedule], np.inf, max_branches=0)
+    fitting: PipelinePlan | float = np.inf
+    if plan.schedule.num_virtual_stages > 1:
+        search = VirtualStageSearch(chain, plan.schedule)
+        search.find_beside(plan.stages)
+        if np.isfinite(search.step_s):
+            fitting = search.plan(search.proven_s, capped=False)
+    else:
+        fitting = search_faster_stages(chain, [plan.schedule], np.inf, max_branches=0)
     return priced_pipeline(found.problem, fitting) if isinstance(fitting, PipelinePlan) else None
 
 

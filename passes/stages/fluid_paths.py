@@ -227,12 +227,14 @@ def _memory(
     for device, moments in enumerate(counted_in_flight(schedule)):
         own = list(schedule.stages_of(device))
         for in_flight in moments:
-            in_all = np.zeros(len(columns.stage))
+            in_all, any_left = np.zeros(len(columns.stage)), np.zeros(len(columns.stage), bool)
             for counts, num_bytes in zip(np.reshape(in_flight, (-1, len(own))), kept, strict=False):
                 of_stage = np.zeros(schedule.num_stages)
                 of_stage[own] = counts
                 in_all += of_stage[columns.stage] * num_bytes
-            each = columns.state_bytes + np.maximum(in_all, columns.update_bytes)
+                any_left |= of_stage[columns.stage] > 0
+            behind = np.where(any_left, columns.update_bytes, 0.0)
+            each = columns.state_bytes + np.maximum(in_all, behind)
             rows.append((device_of == device) * each)
             room.append(float(problem.memory_bytes[device] - least))
     return np.array(rows), np.array(room)

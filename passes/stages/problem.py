@@ -7,11 +7,11 @@ type. A stage that holds the layers [a, b) with k microbatches in flight needs
     sum of state_bytes + k * (sum of activation_bytes + resident_bytes[a]) + max of transient_bytes
 
 at every moment, and where the backward is split, w * put_off_bytes of every layer for w
-microbatches between B and W. A layer keeps at least update_bytes of these: what the optimizer takes
-at the end of the step, when nothing of a microbatch is left. That must not exceed the memory of its
-device. Layers of a stage run at forward_s and backward_s per microbatch; sync_s is paid once per
-step, after the stage's last backward (gradient reduction that nothing hides). Plain data, no torch:
-tables come from the region search or from a profile.
+microbatches between B and W. Of these a layer keeps at least update_bytes, while there are any:
+what the optimizer takes at the end of the step, when nothing of a microbatch is left. That must not
+exceed the memory of its device. Layers of a stage run at forward_s and backward_s per microbatch;
+sync_s is paid once per step, after the stage's last backward (gradient reduction that nothing
+hides). Plain data, no torch: tables come from the region search or from a profile.
 """
 
 from collections.abc import Sequence
@@ -110,12 +110,17 @@ class LayerCosts:
         """States, and what is kept of so many microbatches, by strategy."""
         return self.state_bytes + self.kept_bytes(in_flight).astype(np.int64)
 
-    def kept_bytes(self, in_flight: Sequence[float]) -> FloatArray:
+    def kept_bytes(self, in_flight: Sequence[ArrayLike]) -> FloatArray:
         """Of so many microbatches before the end of B and, where it is split and these are counted
-        apart, so many between B and W; or for the update behind them, where that is more."""
+        apart, so many between B and W; where there are any, for the update behind them at least."""
+        kept, any_left = self.passes_bytes(in_flight), sum(map(np.asarray, in_flight)) > 0
+        return np.where(any_left, np.maximum(kept, self.update_bytes), kept)
+
+    def passes_bytes(self, in_flight: Sequence[ArrayLike]) -> FloatArray:
+        """Of kept_bytes what is of microbatches; linear in their numbers."""
         tables = (self.activation_bytes, self.put_off_bytes)
-        each = [n * table for n, table in zip(in_flight, tables, strict=False)]
-        return np.maximum(sum(each), self.update_bytes, dtype=float)
+        each = [np.multiply(n, table) for n, table in zip(in_flight, tables, strict=False)]
+        return np.asarray(sum(each), float)
 
     def only(self, strategy: int) -> "LayerCosts":
         """The same layer under one strategy, by number."""

@@ -123,7 +123,8 @@ def _in_flight_of_all(resident: Sequence[tuple[int, ...]], num_stages: int) -> t
 
 
 def _least_bytes(costs: LayerCosts, in_flight: tuple[float, ...]) -> IntArray:
-    return np.floor(costs.state_bytes + costs.kept_bytes(in_flight)).astype(np.int64)
+    # Linear, for means of moments.
+    return np.floor(costs.state_bytes + costs.passes_bytes(in_flight)).astype(np.int64)
 
 
 def _least_transient(problem: StageProblem) -> int:

@@ -8,9 +8,9 @@ stage's first layer, a device needs
 
     sum_l s_l + max over n of sum_c (n_c x_c + sum_{l in c} max(n_c a_l, o_l)) + max_l u_l
 
-with o what the optimizer takes when the microbatches are gone. Where the backward is split, n has
-as many entries again: microbatches between B and W, of which the layers keep what they put off, w_l
-for a_l.
+with o what the optimizer takes when the microbatches are gone, counted where n_c > 0. Where the
+backward is split, n has as many entries again: microbatches between B and W, of which the layers
+keep what they put off, w_l for a_l.
 
 The strategies are exact for one n, that with the most activations if all layers were at their
 fastest. Where those overrun at another n, they are solved again for that one, for the most that
@@ -255,4 +255,5 @@ def _last_of_most(vectors: IntArray, sizes: IntArray) -> InFlight:
 
 def _with_in_flight(costs: LayerCosts, in_flight: InFlight) -> LayerCosts:
     """`costs` with what so many microbatches keep as that of one."""
-    return replace(costs, activation_bytes=costs.kept_bytes(in_flight).astype(np.int64))
+    kept = costs.kept_bytes(in_flight).astype(np.int64)
+    return replace(costs, activation_bytes=kept, update_bytes=np.zeros_like(kept))

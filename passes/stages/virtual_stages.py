@@ -76,6 +76,12 @@ class VirtualStageSearch:
         if self.bound_s < limit_s:
             self._search()
 
+    def find_beside(self, stages: Sequence[Stage]) -> None:
+        """Looks for a plan, also one that divides the layers as these stages; proves nothing."""
+        division = (*(stage.first for stage in stages), self.problem.num_layers)
+        self.try_divisions(self.solver, [division])
+        self._search()
+
     @property
     def proven_s(self) -> float:
         """The bound, no more than the step of the plan."""

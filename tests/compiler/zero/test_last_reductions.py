@@ -33,6 +33,9 @@ class Use:
     def finish_reduction(self) -> Gradients:
         return self.gradients
 
+    def adds_up(self, member: int) -> bool:
+        return self.key == (2, 0)
+
 
 def test_shards_that_another_axis_sums_up_wait_for_the_last_microbatch() -> None:
     mesh = build_mesh(resolve_cluster("local-cpu", 4), 2, 2)
@@ -43,11 +46,13 @@ def test_shards_that_another_axis_sums_up_wait_for_the_last_microbatch() -> None
         for is_last in (False, True):
             shared.is_last = is_last
             own = [torch.full((2,), float(rank.rank)), torch.ones(2)]
-            found.append(finish_reductions([Use(0, own), Use(1, None)], rank, shared, of))
+            uses = [Use(0, own), Use(1, None), Use(2, [None, torch.ones(2)])]
+            found.append(finish_reductions(uses, rank, shared, of))
         return found
 
     for rank, (first, last) in enumerate(run_on_simulated_ranks(mesh, run)):
-        (owed, done), nothing = first
+        (owed, done), nothing, added = first
         assert owed is None and done.tolist() == [1.0, 1.0] and nothing is None
+        assert added == [None, None] and last[2][1].tolist() == [2.0, 2.0]
         # Of two microbatches, over the ranks of tp: 0 and 1, or 2 and 3.
         assert last[0][0].tolist() == [2.0 * sum(divmod(rank, 2)[0] * 2 + k for k in (0, 1))] * 2

@@ -57,8 +57,14 @@ def test_gradients_that_go_straight_to_grad() -> None:
 
 def test_gradients_that_are_scattered_with_every_microbatch() -> None:
     of = stage("gathered", stored=5).gradients
-    assert (of.first[2:], of.later[2:], of.last[2:]) == ((0, 5), (10, 15), (10, 15))
-    assert (of.summed, of.final, of.each) == (10, 10, 10)
+    # Those of the first are sums behind the next backward; until then they are with its buffers.
+    assert (of.first[2:], of.later[2:], of.last[2:]) == ((0, 0), (10, 10), (10, 10))
+    # At the end of a backward the shards of two layers are beside their sums.
+    assert (of.summed, of.final, of.each, of.beside) == (10, 10, 10, 10)
+    tied = stage_residents(
+        [layer(k, "gathered", 5, name="table") for k in range(2)], [(1, 0)]
+    ).gradients
+    assert (tied.later[2:], tied.summed, tied.beside) == ((15, 20), 15, 15)
 
 
 def test_gradients_that_are_added_up_and_scattered_once() -> None:

@@ -42,6 +42,36 @@ def test_a_bucket_waits_for_its_members() -> None:
     assert buffers.num_bytes == 0
 
 
+def test_shards_are_added_up_behind_the_next_instance() -> None:
+    streams = Streams(1.0)
+    both = ReduceBucket(((2, 0), (1, 0)), SCATTER)
+    buffers = GradientBuffers(ReductionStreams(streams), [[GROUP]] * 3, (both,), adds_shards=True)
+    for instance, at_its_end, behind in (
+        (2, 50 + 400, 400),
+        (1, 50 + 400, 100),
+        (0, 100 + 250, 50),
+    ):
+        buffers.reduce(instance, 0)
+        assert buffers.num_bytes == at_its_end
+        buffers.end_instance()
+        streams.compute(4.0)
+        assert buffers.num_bytes == behind
+
+
+def test_links_are_never_further_behind_than_the_next_instance() -> None:
+    streams = Streams(1.0)
+    args = ReductionStreams(streams), [[GROUP]] * 3, ()
+    buffers = GradientBuffers(*args, adds_shards=True)
+    ends_s = []
+    for instance in (2, 1, 0):
+        streams.compute(1.0)
+        buffers.reduce(instance, 0)
+        buffers.end_instance()
+        ends_s.append(streams.now_s)
+    # Each takes 3 s on the link, one behind the other: the second instance waits for the first's.
+    assert ends_s == [1.0, 4.0, 7.0] and len(buffers.started) == 1
+
+
 def test_what_another_instance_runs_is_resident_already() -> None:
     reduced = ParameterGroupEvents(None, None, 0, 200, 0, saved=False)
     buffers = GradientBuffers(ReductionStreams(Streams(1.0)), [[reduced]], ())

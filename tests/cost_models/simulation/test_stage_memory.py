@@ -17,7 +17,7 @@ from meshfold.cost_models.simulation.stage_memory import (
 )
 from meshfold.ir.step_events import Event, RegionEvents, StepEvents
 
-NO_GRADIENTS = ParameterGradients((0, 0), (0, 0), (0, 0), 0, 0, 0, 0, 0)
+NO_GRADIENTS = ParameterGradients((0, 0), (0, 0), (0, 0), 0, 0, 0, 0, 0, 0)
 RESIDENTS = StageResidents((0, 0), NO_GRADIENTS, kept=100, put_off=(), saved=(0,))
 USE = StageUse(RESIDENTS, {Pass.FORWARD: 0, Pass.BACKWARD: 0})
 
@@ -135,7 +135,7 @@ def test_passes_of_a_stage(splits: bool) -> None:
         backward=(Event("compute", 2.0, inside_bytes=30),),
     )
     events = StepEvents((region,), (0,), (), 0.0, (0, 0, 0), fixed_bytes=0)
-    gradients = ParameterGradients((0, 1), (0, 2), (0, 3), 3, 3, 0, 0, 0)
+    gradients = ParameterGradients((0, 1), (0, 2), (0, 3), 3, 3, 0, 0, 0, 0)
     residents = StageResidents((4, 5), gradients, kept=25, put_off=(), saved=(20,))
     use = replace(USE, residents=residents)
     found = stage_memory(StageEvents(events, events), events, use, splits=splits)

@@ -13,6 +13,7 @@ from support.search.stages import (
     brute_force_s,
     deep_problem,
     default_schedules,
+    kept_bytes,
     random_problem,
     search_stages,
     seeds,
@@ -99,9 +100,9 @@ def test_plan_is_what_it_says(seed):
             forward_s += block.count * costs.forward_s[at]
             sync_s += block.count * costs.sync_s[at]
             each = costs.activation_bytes[at], costs.put_off_bytes[at]
-            passes = [sum(n * k for n, k in zip(ns, each, strict=False)) for ns in moments[i]]
+            passes = [kept_bytes(ns, each, costs.update_bytes[at]) for ns in moments[i]]
             kept = [
-                now + block.count * (costs.state_bytes[at] + max(x, costs.update_bytes[at]))
+                now + block.count * (costs.state_bytes[at] + x)
                 for now, x in zip(kept, passes, strict=True)
             ]
             transient = max(transient, int(costs.transient_bytes[at]))

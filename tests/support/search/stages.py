@@ -153,6 +153,12 @@ def best_of_boundaries_s(problem, schedule, boundaries):
     return best_s
 
 
+def kept_bytes(in_flight, each, update_bytes):
+    """Of a layer, with so many microbatches before B and between B and W."""
+    kept = sum(n * x for n, x in zip(in_flight, each, strict=False))
+    return max(kept, update_bytes) if sum(in_flight) else kept
+
+
 def _device_options(problem, spans, held, budget):
     """Per virtual stage (forward, backward, weight, sync) of every assignment that fits and no
     other beats in each pass: the makespan grows with each of them. held: of
@@ -173,9 +179,9 @@ def _device_options(problem, spans, held, budget):
             sum(n * problem.resident_bytes[first] for n, (first, _) in zip(ns, spans, strict=False))
             + sum(
                 c.state_bytes[s]
-                + max(
-                    ns[virtual_stage] * c.activation_bytes[s]
-                    + sum(ns[len(spans) + virtual_stage :][:1]) * c.put_off_bytes[s],
+                + kept_bytes(
+                    (ns[virtual_stage], sum(ns[len(spans) + virtual_stage :][:1])),
+                    (c.activation_bytes[s], c.put_off_bytes[s]),
                     c.update_bytes[s],
                 )
                 for virtual_stage, c, s in picked
