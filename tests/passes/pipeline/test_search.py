@@ -1,5 +1,6 @@
 """Pipelines beyond those that add up to the least."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,15 +9,25 @@ from support.models.hugging_face import BATCH
 from support.search.pipelines import PROBER, graph_of
 
 from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.pipeline.schedules import Schedule, ScheduleKind
 from meshfold.ir.options import CompileOptions
 from meshfold.ir.strategy import UniformStrategy
 from meshfold.passes.one_pass.shortlist import MOST_BEYOND
 from meshfold.passes.one_pass.tree import SearchSpec
 from meshfold.passes.pipeline.problem import PipelineProblems
-from meshfold.passes.pipeline.search import PipelineOutcome, beyond_sums, search_pipelines
+from meshfold.passes.pipeline.search import (
+    PipelineOutcome,
+    PricedPipeline,
+    beyond_sums,
+    priced_pipeline,
+    search_pipelines,
+    with_counted_memory,
+)
 from meshfold.passes.pipeline.simulated import TypedPipeline, rank_pipelines
 from meshfold.passes.pipeline.tree import PipelineTree, grow_pipelines
 from meshfold.passes.planner import find_pipeline
+from meshfold.passes.stages.answer import PipelinePlan
+from meshfold.passes.stages.search import search_faster_stages
 
 
 def searched() -> tuple[PipelineProblems, PipelineTree, PipelineOutcome]:
@@ -107,3 +118,37 @@ def test_what_does_not_fit_as_simulated_gets_less_memory(monkeypatch: pytest.Mon
     assert find_pipeline._fastest_that_fits(problems, outcome.found, 0.9 * step_s) == nothing
     monkeypatch.setattr(find_pipeline, "MOST_AGAIN", 0)
     assert find_pipeline._fastest_that_fits(problems, outcome.found, np.inf) == nothing
+
+
+def with_budgets(found: PricedPipeline, share: float) -> PricedPipeline:
+    """A pipeline that takes this share of what its devices have."""
+    budgets = tuple(int(n / share) for n in found.plan.memory_bytes)
+    return replace(found, plan=replace(found.plan, budgets_bytes=budgets))
+
+
+def test_full_devices_get_what_their_simulated_peaks_leave() -> None:
+    problems, tree, _ = searched()
+    degrees = next(d for d in tree.candidates if (d.pp, d.tp, d.microbatches) == (2, 2, 2))
+    problem, made = problems.problem(tree.strategies_of(degrees)), []
+    for v in (1, 2):
+        kind = ScheduleKind.INTERLEAVED if v > 1 else ScheduleKind.ONE_F_ONE_B
+        schedule = Schedule(kind, 2, 2, num_virtual_stages=v)
+        plan = search_faster_stages(problem.chain, [schedule], np.inf)
+        assert isinstance(plan, PipelinePlan)
+        made.append(with_budgets(priced_pipeline(problem, plan), 1.0))
+    alone, found = made
+    capacity = found.problem.capacity_bytes
+    peaks = np.full(found.plan.schedule.num_devices, int(0.9 * capacity))
+    more = with_counted_memory(found, peaks)
+    assert more is not None and more.plan.schedule == found.plan.schedule
+    room = np.array(more.plan.budgets_bytes) - found.plan.memory_bytes
+    assert (room == capacity - peaks).all() and more.step_s <= found.step_s * (1 + 1e-9)
+    # Not where little is left, where devices are not full, nor beyond what a bound covers.
+    assert with_counted_memory(found, 0 * peaks + int(0.99 * capacity)) is None
+    assert with_counted_memory(with_budgets(found, 0.9), peaks) is None
+    few = np.full(alone.plan.schedule.num_devices, int(0.9 * capacity))
+    assert with_counted_memory(alone, few) is None
+    over = few.copy()
+    over[-1] = int(1.01 * capacity)
+    if less := with_counted_memory(alone, over):
+        assert (np.array(less.plan.budgets_bytes) <= alone.plan.budgets_bytes).all()
