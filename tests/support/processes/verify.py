@@ -20,7 +20,7 @@ def compare_a_wrong_program(plan_text: str, model: str, name: str) -> Any:
     """Compare with the gradient of one parameter off by a millionth."""
 
     def spoil(compiled: CompiledModel) -> None:
-        compiled.get_parameter(name).register_hook(lambda g: g * (1 + 1e-6))
+        compiled.get_parameter(name).register_hook(lambda g: None if g is None else g * (1 + 1e-6))
 
     return _compare_spoiled(plan_text, model, spoil)
 
