@@ -161,6 +161,7 @@ class LayerParameters:
         self.copies_forward_s = self.copies_backward_s = self.copies_once_s = 0.0
         self.added_s = self.left_s = 0.0
         self._packed_last = 0
+        """Bytes of shards that are copied into a buffer once per step (HSDP)."""
         self.seconds: dict[tuple[str, bool], float] = {}
         self._shared = Counter[tuple[str, bool, Axes]]()
         self._own = defaultdict[tuple[str, bool, Axes], list[int]](list)
