@@ -43,7 +43,11 @@ from meshfold.passes.pipeline.bounds import (
     kernels_bound_s,
     peak_rate_bounds_s,
 )
-from meshfold.passes.pipeline.interleaved import InterleavedOutcome, search_interleaved
+from meshfold.passes.pipeline.interleaved import (
+    NUM_STARTS,
+    InterleavedOutcome,
+    search_interleaved,
+)
 from meshfold.passes.pipeline.layers import StrategyCosts
 from meshfold.passes.pipeline.problem import PipelineProblem, PipelineProblems
 from meshfold.passes.pipeline.tree import PipelineTree, degrees_order
@@ -200,6 +204,7 @@ def with_counted_memory(found: PricedPipeline, peaks: IntArray) -> PricedPipelin
     if plan.schedule.num_virtual_stages > 1:
         search = VirtualStageSearch(chain, plan.schedule)
         search.find_beside(plan.stages)
+        search.find_further(NUM_STARTS)
         if np.isfinite(search.step_s):
             fitting = search.plan(search.proven_s, capped=False)
     else:

@@ -17,13 +17,15 @@ A device has v spans of layers, so the dynamic program over divisions of one sta
     5. what is found, and where 2 started, with one strategy for all layers of the longest run:
        stages that are each as fast as their device allows wait for one another where their times
        differ
+    6. of the best schedules, 3 and 4 again from divisions a few random moves away (find_further)
 
-Points 2 to 5 find a plan and prove nothing; what is proven is 1. Schedules of several virtual
+Points 2 to 6 find a plan and prove nothing; what is proven is 1. Schedules of several virtual
 stages that split the backward are searched alike, judged by the busiest device and simulated in
 waves of actions (cost_models/pipeline/waves.py).
 """
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 
@@ -47,6 +49,12 @@ SHORTLIST_SIZE = 6
 MAX_ROUNDS = 12
 """Moves of one layer after another; starts are close to even, so few are needed."""
 
+MOST_MOVES = 4
+"""Of layers, that lead from the best division to where find_further starts."""
+
+SLOWED = 1.005
+"""Multiple of the least time of all layers from which on memory slows them."""
+
 
 class VirtualStageSearch:
     """The best plan under one interleaved schedule, and what is proven about it; attributes as of
@@ -63,6 +71,7 @@ class VirtualStageSearch:
         self._seen: set[tuple[int, ...]] = set()
         fastest = [float(run.layer.total_s.min()) for run in problem.runs]
         self._layer_s = np.repeat(fastest, [run.count for run in problem.runs])
+        self._fastest_s = float(self._layer_s.sum())
 
     def close(self, limit_s: float, tolerance: float) -> None:
         """Looks for a plan unless none can be faster than limit_s by more than the tolerance, and
@@ -75,6 +84,28 @@ class VirtualStageSearch:
         """Looks for a plan, unless none can be faster than limit_s; proves nothing."""
         if self.bound_s < limit_s:
             self._search()
+
+    def find_further(self, num_starts: int) -> None:
+        """Looks for a plan from divisions that are up to MOST_MOVES random moves of layers away
+        from the best one (iterated local search; the draws are always the same), if memory slows
+        its layers: where devices are full, a single move seldom leads from one good division to the
+        next. Proves nothing."""
+        if not self._stages or self._layer_s.sum() <= SLOWED * self._fastest_s:
+            return
+        draws = np.random.default_rng(0)
+        for number in range(num_starts):
+            start = self.division
+            for _ in range(1 + number % MOST_MOVES):
+                around = neighbours(start)
+                start = (
+                    tuple(around[draws.integers(len(around))].tolist()) if len(around) else start
+                )
+            beside = copy(self)
+            beside.step_s, beside._stages, beside._seen = np.inf, (), set()
+            beside._climb(np.array([start]))
+            if beside.step_s < self.step_s:
+                self.step_s, self._stages = beside.step_s, beside._stages
+                self._layer_s = beside._layer_s
 
     def find_beside(self, stages: Sequence[Stage]) -> None:
         """Looks for a plan, also one that divides the layers as these stages; proves nothing."""
@@ -101,7 +132,15 @@ class VirtualStageSearch:
     def _search(self) -> None:
         """Points 2 to 5 of the module docstring."""
         even = np.array(even_divisions(self._layer_s, self.schedule.num_stages))
-        around = even
+        self._climb(even)
+        if self._stages:
+            divisions = list(dict.fromkeys([self.division, *map(tuple, even.tolist())]))
+            for solver in self._alike_solvers():
+                if self.try_divisions(solver, divisions):
+                    break
+
+    def _climb(self, around: BoundaryRows) -> None:
+        """Points 3 and 4 of the module docstring, from the best of these divisions on."""
         for _ in range(MAX_ROUNDS):
             ranked = [
                 boundaries for boundaries in self._ranked(around) if boundaries not in self._seen
@@ -114,12 +153,11 @@ class VirtualStageSearch:
             else:
                 center = ranked[0][:-1]
             around = neighbours((*center, self.problem.num_layers))
-        if self._stages:
-            best = (*(stage.first for stage in self._stages), self.problem.num_layers)
-            divisions = list(dict.fromkeys([best, *map(tuple, even.tolist())]))
-            for solver in self._alike_solvers():
-                if self.try_divisions(solver, divisions):
-                    break
+
+    @property
+    def division(self) -> tuple[int, ...]:
+        """Of the best plan: the first layer of each stage, and the number of layers."""
+        return (*(stage.first for stage in self._stages), self.problem.num_layers)
 
     def _alike_solvers(self) -> Iterator[VirtualStageSolver]:
         """Solvers that give all layers of the longest run one strategy, the fastest first."""

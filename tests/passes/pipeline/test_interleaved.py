@@ -169,6 +169,9 @@ def test_a_plan_far_above_its_estimate_speaks_for_its_degrees(
         def find(self, _: float) -> None:
             """Finds what takes 200 s, four times what is estimated."""
 
+        def find_further(self, _: int) -> None:
+            """Finds nothing faster."""
+
         def plan(self, *_: float, capped: bool) -> None:
             """Nothing is asked about it."""
 

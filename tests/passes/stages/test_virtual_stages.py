@@ -113,6 +113,32 @@ def test_no_layers_that_are_all_alike_are_faster(seed):
             assert search.step_s <= step_s * (1 + ROUNDING)
 
 
+def test_more_divisions_are_never_slower_and_often_faster():
+    """And what they find fits, takes what it says, and is not below the bound."""
+    gains = []
+    for seed in range(0, 24, 4):
+        problem, schedule = about_a_layer_a_stage(seed)
+        search, again = (VirtualStageSearch(problem, schedule) for _ in range(2))
+        search.find(np.inf)
+        first_s = search.step_s
+        search.find_further(8)
+        again.find(np.inf)
+        again.find_further(8)
+        assert again.step_s == search.step_s
+        if not np.isfinite(first_s):
+            continue
+        plan = search.plan(search.proven_s, capped=False)
+        hop_s = problem.hop_s[[stage.first for stage in plan.stages[1:]]]
+        step_s = float(step_ends_s(schedule, plan.stages, hop_s).max())
+        assert search.bound_s * (1 - ROUNDING) <= plan.step_s <= first_s
+        assert plan.step_s == pytest.approx(step_s, rel=1e-12)
+        for i, order in enumerate(schedule.actions()):
+            assert peak_bytes(problem, plan.stages, order) <= problem.memory_bytes[i]
+        gains.append(first_s / plan.step_s)
+    assert len(gains) > 2
+    assert max(gains) > 1
+
+
 @pytest.mark.slow
 @settings(max_examples=300)
 @given(seeds)
