@@ -196,10 +196,12 @@ def search_interleaved(
     schedules: Mapping[int, Iterable[Schedule]],
     beat_s: float,
     launch_s: float,
+    num_starts: int = NUM_STARTS,
 ) -> InterleavedOutcome:
     """Plans under schedules of several virtual stages that are close to beat_s, the step of the
     best plan known, or faster: as simulated they may change places. degrees, schedules: by number
-    of the candidate; launch_s: of a step, beside its stages."""
+    of the candidate; launch_s: of a step, beside its stages; num_starts: of the divisions that the
+    fastest schedules are searched from besides."""
     offers = [
         _Offer(index, degrees[index], schedule, launch_s)
         for index in sorted(schedules)
@@ -226,7 +228,7 @@ def search_interleaved(
             beat_s = min(beat_s, search.step_s + launch_s)
     for _, search in sorted(tried, key=lambda pair: pair[1].step_s)[:MOST_FURTHER]:
         if search.step_s + launch_s < CLOSE * beat_s:
-            search.find_further(NUM_STARTS)
+            search.find_further(num_starts)
             beat_s = min(beat_s, search.step_s + launch_s)
     untried = set(offers).difference(offer for offer, _ in tried)
     left_out = Counter(x.name for x in untried if x.bound_s < beat_s)

@@ -129,12 +129,13 @@ class PipelineOutcome:
 def search_pipelines(
     problems: PipelineProblems,
     tree: PipelineTree,
-    *,
     step_s: float = np.inf,
     lower_bound_s: float = np.inf,
+    num_starts: int = NUM_STARTS,
 ) -> PipelineOutcome:
     """The best pipeline that beats `step_s`, the step of the best plan without one, whose own lower
-    bound is `lower_bound_s` (both infinite where there is none)."""
+    bound is `lower_bound_s` (both infinite where there is none). num_starts: see
+    search_interleaved."""
     race = _Race(problems, tree, step_s)
     bounds_s = peak_rate_bounds_s(problems, tree).tolist()
     pipelines = [_Pipeline(race, d, s) for d, s in zip(tree.candidates, bounds_s, strict=True)]
@@ -150,7 +151,7 @@ def search_pipelines(
         pruned += _pruned(tree, result)
         best = result.best.found if isinstance(result.best, _Pipeline) else best
     bound_s = result.lower_bound_s if result.best else np.inf
-    several = _search_several(race, [*plain, *near])
+    several = _search_several(race, [*plain, *near], num_starts)
     searched = tuple((p.degrees, *p.searched) for p in pipelines if p.searched)
     found = [p.found for p in pipelines if p.found]
     of_several = [priced_pipeline([*plain, *near][k].problem, x) for k, x in several.found]
@@ -180,12 +181,14 @@ def beyond_sums(outcome: PipelineOutcome, limit_s: float, most: int) -> Pipeline
     return replace(outcome, found=(*outcome.found, *found), searched=searched)
 
 
-def with_counted_memory(found: PricedPipeline, peaks: IntArray) -> PricedPipeline | None:
+def with_counted_memory(
+    found: PricedPipeline, peaks: IntArray, num_starts: int = NUM_STARTS
+) -> PricedPipeline | None:
     """The best pipeline of the same degrees and schedule on devices whose memory is by so much more
     or less as `found` adds up to more or less than its simulated peaks; None where none is found,
     and where peaks that fit leave nothing to gain: no device is full as added up, or little is
     left. Devices of one stage are given no more: the bound holds for what adds up to their
-    memory."""
+    memory. num_starts: see search_interleaved."""
     plan, capacity_bytes = found.plan, found.problem.capacity_bytes
     added, budgets = np.array(plan.memory_bytes), np.array(plan.budgets_bytes)
     counted = np.maximum(0, added + capacity_bytes - peaks)
@@ -204,7 +207,7 @@ def with_counted_memory(found: PricedPipeline, peaks: IntArray) -> PricedPipelin
     if plan.schedule.num_virtual_stages > 1:
         search = VirtualStageSearch(chain, plan.schedule)
         search.find_beside(plan.stages)
-        search.find_further(NUM_STARTS)
+        search.find_further(num_starts)
         if np.isfinite(search.step_s):
             fitting = search.plan(search.proven_s, capped=False)
     else:
@@ -336,7 +339,9 @@ class _Pipeline(TieredCandidate):
         return self.searched[0]
 
 
-def _search_several(race: _Race, pipelines: Sequence[_Pipeline]) -> InterleavedOutcome:
+def _search_several(
+    race: _Race, pipelines: Sequence[_Pipeline], num_starts: int
+) -> InterleavedOutcome:
     """Whether a schedule of several virtual stages is faster than all of one, on any degrees whose
     peak rate leaves that open."""
     several = {k: race.tree.several_of(p.degrees) for k, p in enumerate(pipelines)}
@@ -346,7 +351,8 @@ def _search_several(race: _Race, pipelines: Sequence[_Pipeline]) -> InterleavedO
     least_s = peak_rate_bounds_s(race.problems, race.tree, ScheduleKind.INTERLEAVED)
     several = {k: s for k, s in several.items() if least_s[k] < race.incumbent_s}
     of_degrees = {k: pipelines[k] for k in several}
-    return search_interleaved(of_degrees, several, race.incumbent_s, race.problems.launch_s)
+    seconds = race.incumbent_s, race.problems.launch_s
+    return search_interleaved(of_degrees, several, *seconds, num_starts)
 
 
 def priced_pipeline(problem: PipelineProblem, plan: PipelinePlan) -> PricedPipeline:

@@ -28,6 +28,7 @@ from meshfold.passes.one_pass.candidates import StrategyCandidate
 from meshfold.passes.one_pass.priced import Priced
 from meshfold.passes.one_pass.search import MeshPlanner
 from meshfold.passes.one_pass.shortlist import Shortlisted
+from meshfold.passes.pipeline.interleaved import NUM_STARTS
 from meshfold.passes.planner.check import placements
 from meshfold.passes.planner.shared_work import SharedWork
 from meshfold.passes.price.model_flops import model_flops
@@ -69,6 +70,10 @@ class PlanRequest:
 
     in_one_pass: bool = False
     """Whether stages and microbatches are left out."""
+
+    num_starts: int = NUM_STARTS
+    """Divisions into stages that the fastest schedules are searched from besides
+    (pipeline/interleaved.py)."""
 
     wants_rivals: bool = False
     """Whether plans are asked for that may win once they are emitted (one_pass/rivals.py)."""

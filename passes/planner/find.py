@@ -30,7 +30,7 @@ from meshfold.passes.planner.chunked_loss import NEEDS_CHUNKS, fitting
 from meshfold.passes.planner.find_pipeline import (
     plan_with_pipelines,
 )
-from meshfold.passes.planner.memory_prices import MOST_SEARCHES, with_prices
+from meshfold.passes.planner.memory_prices import MOST_SEARCHES, regions_of, with_prices
 from meshfold.passes.planner.offload import NEEDS_OFFLOAD, host_notes, within
 from meshfold.passes.planner.shared_work import SharedWork
 
@@ -77,13 +77,22 @@ def with_memory_note(plan: Plan, request: PlanRequest, *, prices_memory: bool) -
     costs, as far as that is wanted."""
     if not prices_memory and not {NEEDS_CHUNKS, NEEDS_OFFLOAD}.intersection(plan.notes):
         return plan
-    alone = replace(request, wants_rivals=False)
+    alone = _quick(request, plan)
 
     def plan_in(num_bytes: int) -> Plan:
         return fitting(within(alone, num_bytes), lambda asked: _plans(asked, None))[0]
 
     # Offload that nobody asked for says what it costs in any case, by one search.
     return with_prices(plan, plan_in, MOST_SEARCHES if prices_memory else 0)
+
+
+def _quick(request: PlanRequest, plan: Plan) -> PlanRequest:
+    """The request as budgets are searched that nobody asks for, beside `plan`: without what finds
+    the last per cent, and without offload where the plan has none, as they are larger ones."""
+    options = request.options
+    if all(region.strategy.offload == "none" for region in regions_of(plan)):
+        options = replace(options, pins={**options.pins, "offload": "none"})
+    return replace(request, options=options, num_starts=0, wants_rivals=False)
 
 
 def _plans(request: PlanRequest, progress: Progress | None) -> tuple[Plan, ...]:

@@ -68,8 +68,9 @@ def plan_with_pipelines(request: PlanRequest, in_one_pass: Sequence[Plan]) -> tu
     if without is not None:
         # A pipeline is held against the simulated step: what adds up to no more than that counts.
         known = max(without.step_s, without.time.step_s), without.search.lower_bound_s
-    outcome = search_pipelines(problems, tree, step_s=known[0], lower_bound_s=known[1])
-    typed, best_s, outcome = _fastest(problems, outcome, known[0])
+    num_starts = request.num_starts
+    outcome = search_pipelines(problems, tree, *known, num_starts)
+    typed, best_s, outcome = _fastest(problems, outcome, known[0], num_starts)
     best = None if typed is None else typed.found
     if without and best_s > (1 - LEAST_GAIN) * without.step_s:
         best = None
@@ -101,26 +102,30 @@ def plan_with_pipelines(request: PlanRequest, in_one_pass: Sequence[Plan]) -> tu
 
 
 def _fastest(
-    problems: PipelineProblems, outcome: PipelineOutcome, known_s: float
+    problems: PipelineProblems, outcome: PipelineOutcome, known_s: float, num_starts: int
 ) -> tuple[TypedPipeline | None, float, PipelineOutcome]:
     """The fastest as simulated that fits, its seconds, and the outcome with what was searched for
     it. Where it takes longer than it adds up, MOST_BEYOND of the pipelines that add up to less than
     it takes, or than known_s, are planned and simulated, too."""
-    typed, best_s = _fastest_that_fits(problems, outcome.found, known_s)
+    typed, best_s = _fastest_that_fits(problems, outcome.found, known_s, num_starts)
     if typed is None:
         return None, best_s, outcome
     limit_s = (1 - LEAST_GAIN) * min(best_s, known_s)
     if typed.found.step_s < limit_s:
         known = len(outcome.found)
         outcome = beyond_sums(outcome, limit_s, MOST_BEYOND)
-        other, other_s = _fastest_that_fits(problems, outcome.found[known:], limit_s)
+        others = outcome.found[known:]
+        other, other_s = _fastest_that_fits(problems, others, limit_s, num_starts)
         if other_s < limit_s:
             typed, best_s = other, other_s
     return typed, best_s, outcome
 
 
 def _fastest_that_fits(
-    problems: PipelineProblems, found_by_sums: Sequence[PricedPipeline], beat_s: float
+    problems: PipelineProblems,
+    found_by_sums: Sequence[PricedPipeline],
+    beat_s: float,
+    num_starts: int,
 ) -> tuple[TypedPipeline | None, float]:
     """The first by simulated time whose simulated peak fits, too, and its seconds. Where that peak
     is not what the search adds up, and the step below beat_s, the memory of the devices is changed
@@ -138,7 +143,7 @@ def _fastest_that_fits(
             best, best_s = typed, step_s
         if step_s >= beat_s or not num_left:
             continue
-        if again := with_counted_memory(found, peaks):
+        if again := with_counted_memory(found, peaks, num_starts):
             num_left -= 1
             ranked.append((again, simulated_step_s(problems, again)))
             ranked.sort(key=by_step)

@@ -9,8 +9,8 @@ that are traded. Budgets between them are searched, too, so that
     price of what differs between the plans of b_k and b_k+1 = (t_k - t_k+1) / t of unlimited
 
 An interval in which several mechanisms differ is halved, the dearest first, MOST_SEARCHES times in
-all; what still differs together has one price. Prices add up to that of the budget: every one is a
-difference of two searches.
+all, unless it costs less than LEAST_SHARE; what still differs together has one price. Prices add up
+to that of the budget: every one is a difference of two searches.
 """
 
 from collections import Counter
@@ -29,6 +29,9 @@ UNLIMITED_BYTES = 1 << 60
 
 MOST_SEARCHES = 8
 """Between the budget and unlimited memory."""
+
+LEAST_SHARE = 0.01
+"""Of a step: what costs less is not told apart."""
 
 LEAST_BYTES = 1 << 20
 """Budgets that are nearer are not told apart."""
@@ -89,7 +92,7 @@ def memory_prices(
     free = _Point(UNLIMITED_BYTES, _no_slower(plan_in(UNLIMITED_BYTES), plan))
     points = [_Point(plan.memory.capacity, plan), free]
     for _ in range(most_searches):
-        tangled = [pair for pair in pairwise(points) if _can_be_halved(*pair)]
+        tangled = [pair for pair in pairwise(points) if _can_be_halved(*pair, points)]
         if not tangled:
             break
         low, high = max(tangled, key=lambda pair: _added_s(pair[0], pair[1], points))
@@ -147,7 +150,9 @@ def regions_of(plan: Plan) -> list[RegionPlan]:
     return [regions[run.region] for run in runs for _ in range(run.count)]
 
 
-def _can_be_halved(low: _Point, high: _Point) -> bool:
+def _can_be_halved(low: _Point, high: _Point, points: Sequence[_Point]) -> bool:
+    if _added_s(low, high, points) < LEAST_SHARE * _step_s(low, points):
+        return False
     several = len(_different(low, high)) > 1
     return several and high.needed_bytes - low.num_bytes > LEAST_BYTES
 
@@ -189,7 +194,9 @@ class _Words:
         if name == STATES:
             return _STATES.get(self._plan.optimizer, "optimizer states as parameters are")
         if name == LAYOUT:
-            return f"{_layout(self._plan)} instead of {_layout(self._free)}"
+            layout, free = _layout(self._plan), _layout(self._free)
+            # Only plans of budgets in between have others.
+            return f"{layout} instead of {free}" if layout != free else _SHORT[name]
         of_layers = [_done(name, region.strategy) for region in regions_of(self._plan)]
         others = Counter(_done(name, region.strategy) for region in regions_of(self._free))
         more = [

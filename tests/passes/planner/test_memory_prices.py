@@ -9,6 +9,9 @@ from support.processes.offload import cluster_with_hosts
 from support.search.stack_plans import stack_plan
 
 from meshfold.ir.plan import Plan
+from meshfold.passes.pipeline.interleaved import NUM_STARTS
+from meshfold.passes.planner import find
+from meshfold.passes.planner.chunked_loss import fitting
 from meshfold.passes.planner.memory_prices import (
     MOST_SEARCHES,
     RECOMPUTE,
@@ -100,6 +103,40 @@ def test_what_cannot_be_told_apart_has_one_price_after_so_many_searches() -> Non
     _, (price,) = memory_prices(tight, free_only, 0)
     assert asked == [UNLIMITED_BYTES] and price.share == pytest.approx(0.5)
     assert " together (+50.0%)" in why_it_fits(tight, frontier({0: tight, 29 * GB: whole}, []))
+
+
+def test_what_costs_less_than_a_hundredth_of_a_step_is_not_told_apart() -> None:
+    tight = made(1.009, 10 * GB, 10 * GB, zero=3, recompute="full")
+    whole = made(1.0, UNLIMITED_BYTES, 30 * GB)
+    _, (price,) = memory_prices(tight, frontier({0: tight, 30 * GB: whole}, asked := []))
+    assert asked == [UNLIMITED_BYTES]
+    assert price.mechanisms == (RECOMPUTE, ZERO) and price.share == pytest.approx(0.009)
+
+
+def test_degrees_that_only_a_plan_in_between_changes_are_not_said_to_be_others() -> None:
+    tight = made(1.3, 10 * GB, 10 * GB, zero=3, recompute="full")
+    middle = made(1.1, 20 * GB, 18 * GB, recompute="full")
+    middle = replace(middle, strategy=replace(middle.strategy, microbatches=4))
+    whole = made(1.0, UNLIMITED_BYTES, 30 * GB)
+    note = why_it_fits(tight, frontier({0: tight, 18 * GB: middle, 30 * GB: whole}, []))
+    n = len(regions_of(tight))
+    assert f"full recomputation in {n} of {n} layers and degrees together (+10.0%)" in note
+    assert f"ZeRO 3 in {n} of {n} layers and degrees together (+20.0%)" in note
+    assert "instead of" not in note
+
+
+def test_budgets_in_between_are_searched_without_what_the_plan_does_not_need(monkeypatch) -> None:
+    asked = []
+
+    def recorded(request, plans_of):
+        asked.append(request)
+        return fitting(request, plans_of)
+
+    monkeypatch.setattr(find, "fitting", recorded)
+    plan = found(tight_bytes(), prices_memory=True)
+    assert asked[0].num_starts == NUM_STARTS and "offload" not in asked[0].options.pins
+    assert all(r.num_starts == 0 and r.options.pins["offload"] == "none" for r in asked[1:])
+    assert len(asked) > 1 and "offload" not in plan.pins
 
 
 def test_a_search_that_finds_worse_with_more_memory_does_not_make_a_price_negative() -> None:
