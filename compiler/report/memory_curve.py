@@ -45,7 +45,7 @@ class MemoryCurve:
     @property
     def peak_s(self) -> float:
         """When the peak is first reached."""
-        return next(start_s for start_s, n in self.samples if n == self.peak_bytes)
+        return max(self.samples, key=lambda sample: sample[1])[0]
 
     def columns(self, count: int) -> list[int]:
         """The most bytes in each of `count` equal parts of the step."""
