@@ -8,15 +8,15 @@ _DOTS = "..."
 
 def dims_of(equation: str, shapes: Sequence[Sequence[int]]) -> tuple[tuple[str, ...], ...] | None:
     """Letters per operand, then of the result; shapes: of the operands. Dims of an ellipsis are
-    letters "e0", "e1", ..., the last of them in every term. None for a diagonal, a letter twice in
-    a term."""
+    letters "e0", "e1", ..., the last of them in every term. A letter twice in a term is a diagonal.
+    None where the terms are not of these operands."""
     given, arrow, result = equation.replace(" ", "").partition("->")
     terms = given.split(",")
     letters = Counter("".join(terms).replace(".", ""))
     if not arrow:
         result = _DOTS * (_DOTS in given) + "".join(sorted(x for x, n in letters.items() if n == 1))
     bare = [term.replace(_DOTS, "") for term in (*terms, result)]
-    if len(terms) != len(shapes) or any(len(set(term)) < len(term) for term in bare):
+    if len(terms) != len(shapes):
         return None
     counts = [len(shape) - len(term) for term, shape in zip(bare, shapes, strict=False)]
     most = max(counts, default=0)

@@ -77,12 +77,20 @@ def kernels_bound_s(
 ) -> float:
     """The lower bound of one candidate; infinite where tp > 1 shards no weights. kind: see
     peak_rate_bounds_s."""
-    strategies = tree.strategies_of(degrees)
-    tables = problems.tables(degrees, list(dict.fromkeys(s.recompute for s in strategies)))
-    if degrees.tp > 1 and tables.sharded_fraction == 0:
+    if not shards_weights(problems, tree, degrees):
         return float("inf")
+    strategies = tree.strategies_of(degrees)
     kinds = _kinds(tree, degrees) if kind is None else {kind}
     return least_step_s(degrees, kinds, LayerSums.of(problems.fastest_s(strategies)))
+
+
+def shards_weights(
+    problems: PipelineProblems, tree: PipelineTree, degrees: UniformStrategy
+) -> bool:
+    """Whether tp, if there is any, shards a weight."""
+    recomputes = dict.fromkeys(s.recompute for s in tree.strategies_of(degrees))
+    tables = problems.tables(degrees, list(recomputes))
+    return degrees.tp == 1 or tables.sharded_fraction > 0
 
 
 @dataclass(frozen=True)

@@ -226,10 +226,7 @@ def search_interleaved(
             above[offer.family] = (search.step_s + launch_s) / offer.estimate_s
             tried.append((offer, search))
             beat_s = min(beat_s, search.step_s + launch_s)
-    for _, search in sorted(tried, key=lambda pair: pair[1].step_s)[:MOST_FURTHER]:
-        if search.step_s + launch_s < CLOSE * beat_s:
-            search.find_further(num_starts)
-            beat_s = min(beat_s, search.step_s + launch_s)
+    beat_s = _beaten_further([search for _, search in tried], beat_s, launch_s, num_starts)
     untried = set(offers).difference(offer for offer, _ in tried)
     left_out = Counter(x.name for x in untried if x.bound_s < beat_s)
     within = [
@@ -243,6 +240,17 @@ def search_interleaved(
         dict(sorted(left_out.items())),
         tuple((search, launch_s) for _, search in tried),
     )
+
+
+def _beaten_further(
+    tried: Sequence[VirtualStageSearch], beat_s: float, launch_s: float, num_starts: int
+) -> float:
+    """Searches the fastest of what was tried from more divisions; the step to beat after it."""
+    for search in sorted(tried, key=lambda search: search.step_s)[:MOST_FURTHER]:
+        if search.step_s + launch_s < CLOSE * beat_s:
+            search.find_further(num_starts)
+            beat_s = min(beat_s, search.step_s + launch_s)
+    return beat_s
 
 
 def _promising(

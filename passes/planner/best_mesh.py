@@ -40,7 +40,7 @@ from meshfold.passes.one_pass.shortlist import (
 )
 from meshfold.passes.one_pass.tree import NODE, Tree, grow_tree
 from meshfold.passes.planner.assembly import PlanRequest
-from meshfold.passes.planner.find_pipeline import search_spec
+from meshfold.passes.planner.find_pipeline import search_spec, too_many_ranks
 from meshfold.passes.region.pins import pinned_slots
 from meshfold.passes.region.typing import MeshSearch
 
@@ -355,8 +355,4 @@ class MeshRace:
                 f"pin {pins}: no mesh of {self.cluster.num_devices} devices that the other pins "
                 "leave can store it so: no op reads that shard, or nothing divides"
             )
-        degrees_text = ", ".join(f"tp={d}" for d in sorted({d.tp for d in by_mesh}))
-        return OptionError(
-            f"{'pin ' if 'tp' in self.options.pins else ''}{degrees_text}: no parameter of "
-            f"this model can be sharded over so many ranks"
-        )
+        return too_many_ranks(self.options, {degrees.tp for degrees in by_mesh})

@@ -9,7 +9,7 @@ tp x pp x dp and microbatches as fit best, 1f1b with the least warm-up.
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -24,6 +24,7 @@ from meshfold.passes.graph.boundaries import carried_sequences, carries_feature_
 from meshfold.passes.memory.host_use import HostUse
 from meshfold.passes.one_pass.shortlist import MOST_BEYOND
 from meshfold.passes.one_pass.tree import RESTRICTIONS, SearchSpec
+from meshfold.passes.pipeline.bounds import shards_weights
 from meshfold.passes.pipeline.device_memory import device_memory
 from meshfold.passes.pipeline.problem import PipelineProblems
 from meshfold.passes.pipeline.search import (
@@ -75,7 +76,7 @@ def plan_with_pipelines(request: PlanRequest, in_one_pass: Sequence[Plan]) -> tu
     if without and best_s > (1 - LEAST_GAIN) * without.step_s:
         best = None
     if best is None and without is None:
-        raise _infeasible(problems, tree)
+        raise _no_plan(request.options, problems, tree)
     uniform = _uniform_row(problems, tree)
     earlier = fitting_rows(request, without.baselines if without else (), problems)
     outcome = replace(outcome, best=None)
@@ -369,7 +370,21 @@ def _outcomes(outcome: PipelineOutcome, without: Plan | None) -> list[MeshOutcom
     return found
 
 
-def _infeasible(problems: PipelineProblems, tree: PipelineTree) -> InfeasibleError:
+def too_many_ranks(options: CompileOptions, tp: Collection[int]) -> OptionError:
+    """What is wrong with these degrees, of which none shards a parameter."""
+    degrees_text = ", ".join(f"tp={degree}" for degree in sorted(tp))
+    return OptionError(
+        f"{'pin ' if 'tp' in options.pins else ''}{degrees_text}: no parameter of this model can "
+        "be sharded over so many ranks"
+    )
+
+
+def _no_plan(
+    options: CompileOptions, problems: PipelineProblems, tree: PipelineTree
+) -> OptionError | InfeasibleError:
+    candidates = tree.candidates
+    if candidates and not any(shards_weights(problems, tree, x) for x in candidates):
+        return too_many_ranks(options, {degrees.tp for degrees in candidates})
     available = bytes_text(problems.capacity_bytes)
     return InfeasibleError(
         f"found nothing that fits in {available} per device on {problems.cluster.num_devices} "

@@ -55,6 +55,13 @@ def _with_local_blocks(op: Op, typing: OpTyping, sizes: Sequence[int]) -> tuple[
     return x, weights, biases, dim, (ring[1], *blocks[1:]), *rest
 
 
+def _images(arguments: Arguments, shapes: Shapes, _: Shapes) -> Arguments:
+    """affine_grid_generator: images [n, c, places] of a grid [n, places, coordinates]."""
+    size = arguments["size"]
+    assert isinstance(size, tuple)
+    return {**arguments, "size": (shapes[0][0], *size[1:])}
+
+
 def _size(name: str) -> Rewrite:
     def rewrite(arguments: Arguments, shapes: Shapes, _: Shapes) -> Arguments:
         return {**arguments, name: shapes[0]}
@@ -119,6 +126,7 @@ _CONVOLUTION = "input weight bias stride padding dilation groups"
 _TRANSPOSED = "input weight bias stride padding output_padding groups dilation"
 
 _ROWS: dict[str, tuple[str, Rewrite]] = {
+    "aten.affine_grid_generator.default": ("theta size align_corners", _images),
     "aten.view.default": ("self size", _size("size")),
     "aten._unsafe_view.default": ("self size", _size("size")),
     "aten.reshape.default": ("self shape", _size("shape")),

@@ -36,6 +36,7 @@ from meshfold.passes.rules.ops.custom import custom_labels
 from meshfold.passes.rules.ops.experts import EXPERT_RULES
 from meshfold.passes.rules.ops.index import INDEX_RULES
 from meshfold.passes.rules.ops.labels import OpLabels, OpRule, RuleComm, Special, bind
+from meshfold.passes.rules.ops.linalg import LINALG_RULES
 from meshfold.passes.rules.ops.loss import LOSS_RULES
 from meshfold.passes.rules.ops.normalization import NORMALIZATION_RULES
 from meshfold.passes.rules.ops.pointwise import POINTWISE_RULES
@@ -61,6 +62,7 @@ OP_RULES: dict[str, OpRule] = {
     **COMPLEX_RULES,
     **REDUCTION_RULES,
     **RECURRENCE_RULES,
+    **LINALG_RULES,
     **NORMALIZATION_RULES,
     **SPATIAL_RULES,
     **ATTENTION_RULES,

@@ -122,7 +122,8 @@ def _convolved(op: BoundOp, *, transposed: bool) -> OpLabels | None:
 
 def _einsum(op: BoundOp) -> OpLabels | None:
     """The letters are the labels, capitals behind a "^": I and R are rules that shard nothing.
-    Those that the result lacks are summed. A dim of 1 under a letter of more is broadcast."""
+    Those that the result lacks are summed. A dim of 1 under a letter of more is broadcast; those of
+    a diagonal are unsharded."""
     equation = op.get("equation")
     assert isinstance(equation, str)
     letters = dims_of(equation, [v.shape for v in op.values])
@@ -134,14 +135,17 @@ def _einsum(op: BoundOp) -> OpLabels | None:
         for letter, size in zip(term, value.shape, strict=True):
             sizes[letter] = max(size, sizes.get(letter, 1))
     shapes = [v.shape for v in (*op.values, *op.outputs)]
+    diagonal = {letter for term in letters for letter in term if term.count(letter) > 1}
     *inputs, output = (
         tuple(
-            dim_label(letter) if size == sizes[letter] else None
+            dim_label(letter) if size == sizes[letter] and letter not in diagonal else None
             for letter, size in zip(term, shape, strict=True)
         )
         for term, shape in zip(letters, shapes, strict=True)
     )
-    return OpLabels(tuple(inputs), (output,), summed=frozenset(sizes) - frozenset(letters[-1]))
+    return OpLabels(
+        tuple(inputs), (output,), summed=frozenset(sizes) - frozenset(letters[-1]) - diagonal
+    )
 
 
 _CONVOLUTION = "input weight bias stride padding dilation groups"
@@ -159,8 +163,22 @@ def _distances(op: BoundOp) -> OpLabels:
     return OpLabels(tuple(dims), ((*batch, dim_label("p"), dim_label("r")),))
 
 
+def _trilinear(op: BoundOp) -> OpLabels:
+    """The product of three tensors, each with new dims of 1 at `expand`, summed over `sumdim`."""
+    full = len(op.outputs[0].shape) + len(summed := op.integers("sumdim"))
+    inputs = tuple(
+        tuple(dim_label(f"d{d}") for d in range(full) if d not in op.integers(f"expand{k}"))
+        for k in (1, 2, 3)
+    )
+    out = tuple(dim_label(f"d{d}") for d in range(full) if d not in summed)
+    return OpLabels(inputs, (out,), summed=frozenset(f"d{d}" for d in summed))
+
+
 CONTRACTION_RULES = {
     "aten.cdist.default": rule("x1 x2 p compute_mode", _distances),
+    "aten._trilinear.default": rule(
+        "i1 i2 i3 expand1 expand2 expand3 sumdim unroll_dim", _trilinear
+    ),
     "aten.linear.default": rule("input weight bias", _linear),
     "aten.addmm.default": rule("self mat1 mat2 beta alpha", _addmm),
     "aten.baddbmm.default": rule("self batch1 batch2 beta alpha", _baddbmm),

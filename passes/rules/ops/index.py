@@ -223,9 +223,23 @@ def _index_fill(op: BoundOp) -> OpLabels:
 
 def _index_copy(op: BoundOp) -> OpLabels:
     """self [..., x, ...], index [i], source [..., i, ...]: x and i are unsharded."""
+    return replace(_index_reduce(op), linear=(frozenset({0, 2}),))
+
+
+def _index_reduce(op: BoundOp) -> OpLabels:
+    """The same, where products or extremes of the rows are kept."""
     shape = op.value("self").shape
     labels = numbered(shape, but=(op.dim("dim", len(shape)),))
-    return OpLabels((labels, (None,), labels), (labels,), linear=(frozenset({0, 2}),))
+    return OpLabels((labels, (None,), labels), (labels,))
+
+
+def _diagonal_scatter(op: BoundOp) -> OpLabels:
+    """self [..., x, ..., y, ...], source [..., diagonal]: x, y and the diagonal are unsharded."""
+    shape = op.value("self").shape
+    square = op.dim("dim1", len(shape), 0), op.dim("dim2", len(shape), 1)
+    labels = numbered(shape, but=square)
+    source = (*(p for d, p in enumerate(labels) if d not in square), None)
+    return OpLabels((labels, source), (labels,), linear=(frozenset({0, 1}),))
 
 
 def _one_hot(op: BoundOp) -> OpLabels:
@@ -249,5 +263,7 @@ INDEX_RULES = {
     "aten.scatter_reduce.two": rule("self dim index src reduce include_self", _scatter_reduce),
     "aten.index_fill.int_Scalar": rule("self dim index value", _index_fill),
     "aten.index_copy.default": rule("self dim index source", _index_copy),
+    "aten.index_reduce.default": rule("self dim index source reduce include_self", _index_reduce),
+    "aten.diagonal_scatter.default": rule("self src offset dim1 dim2", _diagonal_scatter),
     "aten.one_hot.default": rule("self num_classes", _one_hot),
 }

@@ -23,7 +23,7 @@ def _pointwise(op: BoundOp, linear: tuple[frozenset[int], ...] = ()) -> OpLabels
     labels = numbered(shape)
     return OpLabels(
         inputs=tuple(broadcast_dims(v.shape, shape, labels) for v in op.values),
-        outputs=(labels,),
+        outputs=(labels,) * len(op.outputs),
         linear=linear,
     )
 
@@ -100,9 +100,18 @@ def _gated(op: BoundOp) -> OpLabels:
 
 
 def _bucketed(op: BoundOp) -> OpLabels:
-    """bucketize: every rank looks through all boundaries."""
+    """bucketize, isin: every rank looks through all boundaries, or elements."""
     labels = numbered(op.outputs[0].shape)
-    return OpLabels((labels, (None,)), (labels,))
+    return OpLabels((labels, (None,) * len(op.values[1].shape)), (labels,))
+
+
+def _searched(op: BoundOp) -> OpLabels | None:
+    """searchsorted: the boundaries of a row are unsharded; one row may be for all."""
+    if op.has_tensor("sorter"):
+        return None
+    labels = numbered(op.outputs[0].shape)
+    rank = len(op.value("sorted_sequence").shape)
+    return OpLabels((((None,) if rank == 1 else (*labels[:-1], None)), labels), (labels,))
 
 
 def _padded(labels: LabelFunction) -> LabelFunction:
@@ -160,6 +169,12 @@ _ROWS: dict[str, tuple[str, LabelFunction]] = {
     "rsub.Tensor": ("self other alpha", _sum_of_two),
     "polygamma.default": ("n self", _nonlinear),
     "_prelu_kernel.default": ("self weight", _nonlinear),
+    "isin.Tensor_Tensor": ("elements test_elements assume_unique invert", _bucketed),
+    "searchsorted.Tensor": ("sorted_sequence self out_int32 right side sorter", _searched),
+    "frexp.Tensor": ("self", _nonlinear),
+    "heaviside.default": ("self values", _nonlinear),
+    "special_zeta.default": ("self other", _nonlinear),
+    "special_zeta.other_scalar": ("self other", _nonlinear),
     "bucketize.Tensor": ("self boundaries out_int32 right", _bucketed),
     "gelu.default": ("self approximate", _nonlinear),
     "clamp.default": ("self min max", _nonlinear),
@@ -189,7 +204,8 @@ UNARY = (
     "erfinv exp exp2 expm1 floor frac hardsigmoid hardswish i0 isfinite isinf isnan isneginf "
     "isposinf lgamma log log10 log1p log2 log_sigmoid logical_not mish rad2deg reciprocal relu "
     "relu6 round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh special_entr "
-    "special_log_ndtr special_ndtr sqrt square tan tanh trunc"
+    "special_erfcx special_i1 special_i1e special_log_ndtr special_ndtr special_ndtri sqrt square "
+    "tan tanh trunc"
 ).split()
 BINARY = (
     "__and__.Tensor __or__.Tensor __xor__.Tensor bitwise_and.Tensor bitwise_or.Tensor "
@@ -199,7 +215,7 @@ BINARY = (
     "maximum.default minimum.default max.other min.other remainder.Tensor remainder.Scalar "
     "fmod.Tensor fmod.Scalar floor_divide.default atan2.default copysign.Tensor "
     "fmax.default fmin.default hypot.default logaddexp.default logaddexp2.default "
-    "special_xlog1py.default xlogy.Tensor"
+    "nextafter.default special_xlog1py.default xlogy.Tensor"
 ).split()
 
 POINTWISE_RULES = {

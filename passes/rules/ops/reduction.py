@@ -58,11 +58,19 @@ def _unsharded_reduction(op: BoundOp) -> OpLabels:
 
 
 def _chosen_along(op: BoundOp) -> OpLabels:
-    """kthvalue: a dim of its own default, the last."""
+    """kthvalue, mode: a dim of its own default, the last."""
     rank = len(op.values[0].shape)
     dim = op.dim("dim", rank, -1)
     inputs = numbered(op.values[0].shape, but=(dim,))
     return OpLabels((inputs,), tuple(_without_reduced(inputs, (dim,), v) for v in op.outputs))
+
+
+def _per_slice(op: BoundOp) -> OpLabels:
+    """renorm: slices along `dim`, each unsharded."""
+    shape = op.values[0].shape
+    dim = op.dim("dim", len(shape))
+    labels = numbered(shape, but=[d for d in range(len(shape)) if d != dim])
+    return OpLabels((labels,), (labels,))
 
 
 def _along(op: BoundOp) -> OpLabels:
@@ -142,6 +150,10 @@ REDUCTION_RULES = {
     "aten.median.default": rule("self", _unsharded_reduction),
     "aten.median.dim": rule("self dim keepdim", _unsharded_reduction),
     "aten.kthvalue.default": rule("self k dim keepdim", _chosen_along),
+    "aten.mode.default": rule("self dim keepdim", _chosen_along),
+    "aten.quantile.scalar": rule("self q dim keepdim interpolation", _unsharded_reduction),
+    "aten.nanquantile.scalar": rule("self q dim keepdim interpolation", _unsharded_reduction),
+    "aten.renorm.default": rule("self p dim maxnorm", _per_slice),
     "aten.count_nonzero.default": rule("self dim", _unsharded_reduction),
     "aten.count_nonzero.dim_IntList": rule("self dim", _unsharded_reduction),
     "aten.linalg_vector_norm.default": rule("self ord dim keepdim dtype", _unsharded_reduction),

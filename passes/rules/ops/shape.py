@@ -127,7 +127,7 @@ def _slice(op: BoundOp) -> OpLabels:
 
 
 def _reorder(op: BoundOp) -> OpLabels:
-    """flip, roll: the dims named are unsharded; all if none is named."""
+    """flip, roll, rot90: the dims named are unsharded; all if none is named."""
     shape = op.values[0].shape
     labels = numbered(shape, but=[d % len(shape) for d in op.integers("dims")] or range(len(shape)))
     return OpLabels((labels,), (labels,), linear=_LINEAR)
@@ -299,6 +299,7 @@ SHAPE_RULES = {
     "aten.select.int": rule("self dim index", _select),
     "aten.slice.Tensor": rule("self dim start end step", _slice),
     "aten.flip.default": rule("self dims", _reorder),
+    "aten.rot90.default": rule("self k dims", _reorder),
     "aten.roll.default": rule("self shifts dims", _reorder),
     "aten.tril.default": rule("self diagonal", _triangle),
     "aten.triu.default": rule("self diagonal", _triangle),

@@ -50,6 +50,23 @@ def _unpooled(op: BoundOp) -> OpLabels:
     return OpLabels(spec.inputs * 2, spec.outputs, linear=(frozenset({0}),))
 
 
+def _fractional(op: BoundOp) -> OpLabels | None:
+    """fractional_max_pool2d x [n, c, h, w], samples [n, c, 2]"""
+    if len(op.values[0].shape) != 4:
+        return None
+    spec = _pool(op)
+    return OpLabels((*spec.inputs, (*spec.inputs[0][:2], None)), spec.outputs)
+
+
+def _affine_grid(op: BoundOp) -> OpLabels:
+    """affine_grid_generator: theta [n, ., .] -> [n, places, their coordinates]; places are
+    unsharded."""
+    theta, grid = op.values[0].shape, op.outputs[0].shape
+    batch: Dims = (dim_label("n"),)
+    inputs, outputs = batch + (None,) * (len(theta) - 1), batch + (None,) * (len(grid) - 1)
+    return OpLabels((inputs,), (outputs,), linear=(frozenset({0}),))
+
+
 def _shuffled(op: BoundOp) -> OpLabels:
     """channel_shuffle x [batch, c, ...]: channels unsharded."""
     labels = numbered(op.values[0].shape, but=(1,))
@@ -98,6 +115,10 @@ SPATIAL_RULES = {
             *("upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
         )
     },
+    "aten.affine_grid_generator.default": rule("theta size align_corners", _affine_grid),
+    "aten.fractional_max_pool2d.default": rule(
+        "self kernel_size output_size random_samples", _fractional
+    ),
     "aten.max_unpool2d.default": rule("self indices output_size", _unpooled),
     "aten.channel_shuffle.default": rule("self groups", _shuffled),
     **{

@@ -86,13 +86,13 @@ def test_where_the_least_sum_simulates_slowly_others_are_simulated_too(
         return sorted(steps, key=lambda entry: entry[1])
 
     monkeypatch.setattr(find_pipeline, "rank_pipelines", ranked)
-    typed, best_s, more = find_pipeline._fastest(problems, outcome, np.inf)
+    typed, best_s, more = find_pipeline._fastest(problems, outcome, np.inf, 0)
     assert typed is not None and typed.found not in known
     assert best_s == pytest.approx(1.1 * typed.found.step_s)
     assert asked == [len(known), len(more.found) - len(known)] and 0 < asked[1] <= MOST_BEYOND
     # Nothing that takes longer than what is there already is looked for.
     least_s = min(x.step_s for x in known)
-    _, _, same = find_pipeline._fastest(problems, outcome, 0.9 * least_s)
+    _, _, same = find_pipeline._fastest(problems, outcome, 0.9 * least_s, 0)
     assert same is outcome
 
 
@@ -108,16 +108,16 @@ def test_what_does_not_fit_as_simulated_gets_less_memory(monkeypatch: pytest.Mon
         return SimpleNamespace(peak=capacity + over)
 
     monkeypatch.setattr(find_pipeline, "device_memory", simulated)
-    typed, step_s = find_pipeline._fastest_that_fits(problems, outcome.found, np.inf)
+    typed, step_s = find_pipeline._fastest_that_fits(problems, outcome.found, np.inf, 0)
     assert typed is not None and typed.found is not first
     assert typed.found.plan.memory_bytes[-1] <= limit < first.plan.memory_bytes[-1]
     assert typed.found.plan.schedule == first.plan.schedule
     assert typed.found.step_s >= first.step_s and typed.found.problem is first.problem
     # Nothing is searched again that is not faster than what is there already.
     nothing = (None, np.inf)
-    assert find_pipeline._fastest_that_fits(problems, outcome.found, 0.9 * step_s) == nothing
+    assert find_pipeline._fastest_that_fits(problems, outcome.found, 0.9 * step_s, 0) == nothing
     monkeypatch.setattr(find_pipeline, "MOST_AGAIN", 0)
-    assert find_pipeline._fastest_that_fits(problems, outcome.found, np.inf) == nothing
+    assert find_pipeline._fastest_that_fits(problems, outcome.found, np.inf, 0) == nothing
 
 
 def with_budgets(found: PricedPipeline, share: float) -> PricedPipeline:

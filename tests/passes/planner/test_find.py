@@ -141,6 +141,12 @@ def test_pin_with_nothing_to_shard():
         plan(17, "vit", pins={"tp": 17, "dp": 1})
 
 
+@pytest.mark.parametrize("pins", [{"dp": 1, "microbatches": 2}, {"pp": 2}])
+def test_pin_with_nothing_to_shard_in_microbatches_and_stages(pins):
+    with pytest.raises(OptionError, match="pin tp=17: no parameter .* over so many ranks"):
+        plan(17 * pins.get("pp", 1), "vit", pins={"tp": 17, **pins})
+
+
 def test_nothing_to_shard_on_any_degree_left():
     with pytest.raises(OptionError, match="tp=17: no parameter .* can be sharded"):
         plan(34, "vit", pins={"dp": 2})

@@ -156,6 +156,6 @@ def put_together(
             elif parts[0].dtype == torch.bool:
                 merged[coords] = torch.stack(parts).any(0)
             else:
-                merged[coords] = torch.stack(parts).sum(0)
+                merged[coords] = torch.stack(parts).sum(0, dtype=parts[0].dtype)
         wholes = merged
     return wholes[()]

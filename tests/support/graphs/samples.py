@@ -11,10 +11,10 @@ from torch import Tensor
 from meshfold.passes.rules.ops.pointwise import BINARY, UNARY
 from support.graphs.calls import Sample, X, call
 from support.graphs.complex_samples import COMPLEX, WINDOWS
+from support.graphs.linalg_samples import LINALG
 from support.graphs.loss_samples import LOSS
-from support.graphs.own_samples import BAGS, CHECKS, EXPERTS, FUSED, RANDOM
+from support.graphs.own_samples import BAGS, CHECKS, EXPERTS, FUSED, RANDOM, RING
 from support.graphs.recurrence_samples import RECURRENCE
-from support.graphs.ring_samples import RING
 from support.graphs.spatial_samples import SPATIAL
 from support.graphs.tensors import (
     few,
@@ -158,13 +158,6 @@ CONTRACTION: tuple[Sample, ...] = (
     call("mv.default", real(12, 24), real(24)),
     call("dot.default", real(24), real(24, seed=8)),
     call("vdot.default", real(24), real(24, seed=8)),
-    call("einsum.default", "bsd,edh->besh", [real(4, 3, 12), real(12, 12, 4)]),
-    call("einsum.default", "bsd, bs -> d", [real(4, 12, 12), real(4, 12)]),
-    call("einsum.default", "...qd,...kd->...qk", [real(4, 12, 6, 4), real(12, 12, 4)]),
-    call("einsum.default", "...nd,gd", [real(4, 1, 12), real(12, 12)]),
-    call("einsum.default", "B I D, B R D -> B I R", [real(4, 12, 6), real(4, 24, 6)]),
-    call("einsum.default", "ij,jk,kl->il", [real(4, 12), real(12, 24), real(24, 2)]),
-    call("einsum.default", "bhs,hs->bh", [real(4, 12, 24), real(12, 1)]),
     call("conv1d.default", real(4, 12, 9), real(24, 12, 3), real(24), [2], [1]),
     call("conv2d.default", real(4, 12, 6, 6), real(24, 12, 3, 3), real(24), [3, 3]),
     call("conv2d.default", real(4, 12, 6, 6), real(24, 4, 3, 3), None, [1, 1], [1, 1], [1, 1], 3),
@@ -384,6 +377,7 @@ SAMPLES: tuple[Sample, ...] = (
     *CONTRACTION,
     *REDUCTION,
     *RECURRENCE,
+    *LINALG,
     *NORMALIZATION,
     *SPATIAL,
     *ATTENTION,
