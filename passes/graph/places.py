@@ -1,6 +1,7 @@
 """Where in the user's code an op of a folded program stands, for messages."""
 
 from meshfold.ir.op_graph import FoldedGraph, Source, SourceKind
+from meshfold.passes.graph.typed import value_name
 
 
 def op_place(folded: FoldedGraph, region: int, op: int) -> str:
@@ -14,6 +15,19 @@ def op_place(folded: FoldedGraph, region: int, op: int) -> str:
     module = ".".join(filter(None, (instance.scope, found.scope)))
     place = ", ".join(filter(None, (found.source, module and f"in {module}")))
     return f"{name} ({place})" if place else name
+
+
+def read_name(folded: FoldedGraph, region: int, value: int) -> str:
+    """How people read a value of a region: what an earlier region hands over is called as there,
+    in the region's first instance."""
+    graph = folded.regions[region].graph
+    if value >= len(graph.slots) or graph.slots[value].name:
+        return value_name(graph, value)
+    source = next(i for i in folded.instances if i.region == region).sources[value]
+    if source.kind is not SourceKind.VALUE:
+        return source.label or value_name(graph, value)
+    maker = folded.instances[source.instance].region
+    return read_name(folded, maker, folded.regions[maker].graph.outputs[source.output])
 
 
 def made_at(folded: FoldedGraph, source: Source) -> str:

@@ -8,7 +8,7 @@ that shard without communication, the op takes the rule, and its operands are as
 rule reads.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from meshfold.ir.op_graph import OpGraph
@@ -37,8 +37,8 @@ def shard_constants(
         wanted[v].add(typing.slots[slot])
     for k in reversed(range(len(graph.ops))):
         op = graph.ops[k]
-        if is_constant_op(graph, k) and len(op.outputs) == 1:
-            found = _rule_for(graph, table, k, wanted[op.outputs[0]], sizes)
+        if is_constant_op(graph, k):
+            found = _rule_for(graph, table, k, [wanted[v] for v in op.outputs], sizes)
             if found is not None:
                 chosen[k], typings[k] = found, typing_of(graph, k, found)
         for v, layout in zip(op.operands, typings[k].inputs, strict=True):
@@ -47,34 +47,36 @@ def shard_constants(
 
 
 def _rule_for(
-    graph: OpGraph, table: RuleTable, k: int, wanted: set[Layout], sizes: tuple[int, ...]
+    graph: OpGraph, table: RuleTable, k: int, wanted: Sequence[set[Layout]], sizes: tuple[int, ...]
 ) -> JointRule | None:
-    """The joint rule of constant op k that makes the one layout wanted; None where several are
-    wanted, or the unsharded value, or no rule computes it."""
-    if len(wanted) != 1:
+    """The joint rule of constant op k that makes the one layout wanted of each result, if any reads
+    it; None where several are wanted of one, or only unsharded values, or no rule computes it."""
+    if any(len(layouts) > 1 for layouts in wanted):
         return None
-    (layout,) = wanted
-    if not any(t.is_shard for t in layout):
+    layouts = {number: layout for number, found in enumerate(wanted) for layout in found}
+    if not any(t.is_shard for layout in layouts.values() for t in layout):
         return None
     joint = []
-    for axis, wish in enumerate(layout):
-        fitting = [rule for rule in table[k][axis] if _makes(rule, wish)]
+    for axis in range(len(sizes)):
+        wishes = {number: layout[axis] for number, layout in layouts.items()}
+        fitting = [rule for rule in table[k][axis] if _makes(rule, wishes)]
         if not fitting:
             return None
         joint.append(min(fitting, key=lambda rule: rule.name))
     typing = typing_of(graph, k, tuple(joint))
     op = graph.ops[k]
-    layouts = (*typing.inputs, *typing.outputs)
-    values = zip((*op.operands, *op.outputs), layouts, strict=True)
+    values = zip((*op.operands, *op.outputs), (*typing.inputs, *typing.outputs), strict=True)
     legal = all(is_legal(graph.values[v].shape, t, sizes) for v, t in values)
     return tuple(joint) if legal else None
 
 
-def _makes(rule: AxisRule, wish: SpmdType) -> bool:
-    """Whether a rule computes a constant of this type by itself, from unsharded values and
-    shards."""
-    computed = rule.outputs[0]
+def _makes(rule: AxisRule, wishes: Mapping[int, SpmdType]) -> bool:
+    """Whether a rule computes constants of these types, by number of the result, by itself, from
+    unsharded values and shards."""
     if rule.comm or rule.local != "plain" or any(t.kind == "P" for t in rule.inputs):
         return False
     # Without a gradient the same value everywhere is Invariant and Replicate at once.
-    return computed == wish if wish.is_shard else computed == INVARIANT
+    return all(
+        rule.outputs[number] == (wish if wish.is_shard else INVARIANT)
+        for number, wish in wishes.items()
+    )

@@ -50,8 +50,8 @@ from meshfold.ir.op_graph import (
 from meshfold.ir.options import BATCH_NORM, PER_MICROBATCH, PinValue
 from meshfold.ir.spmd import INVARIANT, PARTIAL, Layout, local_shape
 from meshfold.ir.strategy import OpTyping, RegionTyping
-from meshfold.passes.graph.places import made_at, op_place
-from meshfold.passes.graph.typed import layouts_of_values, value_name
+from meshfold.passes.graph.places import made_at, op_place, read_name
+from meshfold.passes.graph.typed import layouts_of_values
 from meshfold.passes.rules.localize import localize
 from meshfold.passes.rules.ops.random import draw_of
 from meshfold.passes.rules.table import rule_locals, summed_axes
@@ -167,13 +167,12 @@ class MicrobatchGraphs:
             graph = self.folded.regions[need.region].graph
             if _is_shared(native, wanted) and not _is_float(graph.values[need.value]):
                 where = op_place(self.folded, need.region, need.op)
-                name = value_name(graph, need.value)
+                name = read_name(self.folded, need.region, need.value)
                 yield f"{where} adds {name}, whole numbers, to a sum over them; {ONE_MICROBATCH}"
         for need in self._needed_full():
             if need.value not in self._unsliced[need.region]:
-                graph = self.folded.regions[need.region].graph
                 where = op_place(self.folded, need.region, need.op)
-                name = value_name(graph, need.value)
+                name = read_name(self.folded, need.region, need.value)
                 yield f"{where} needs {name} of all samples at once; {ONE_MICROBATCH}"
         if not self.per_microbatch:
             yield from self._statistics()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.models.hugging_face import BATCH, tiny_model
 from support.programs.local_programs import Rank, emit_uniform, local_part, on_ranks
+from torch import nn
 
 from meshfold.capture.pipeline import Captured, capture
 from meshfold.cost_models.hardware.devices import resolve_cluster
@@ -80,3 +81,29 @@ def test_the_numbers_stay(family: str, dp: int, tp: int) -> None:
 
     for own in on_ranks(model, found, program, body):
         assert own == pytest.approx(loss.item(), rel=1e-12)
+
+
+class Divergence(nn.Module):
+    """From a fixed distribution, whose mean and deviation are broadcast together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = self.mean(x)
+        fixed = torch.distributions.Normal(torch.zeros_like(mean), torch.ones_like(mean))
+        found = torch.distributions.Normal(mean, mean.exp())
+        return torch.distributions.kl_divergence(found, fixed).mean()
+
+
+def test_constants_made_together_are_made_for_the_local_batch() -> None:
+    graph = capture(Divergence(), {"x": torch.ones(BATCH, 8)}).graph
+    cluster = resolve_cluster("local-cpu", 2)
+    search = MeshSearch(graph, cluster, build_mesh(cluster, 2, 1), BATCH)
+    (typing,) = search.solve(zero=0, mode="tensor").typings
+    (region,) = graph.regions
+    together = [k for k, op in enumerate(region.graph.ops) if "broadcast" in op.target]
+    constant = [k for k in together if is_constant_op(region.graph, k)]
+    assert constant and len(region.graph.ops[constant[0]].outputs) == 2
+    assert all(layout[0].is_shard for layout in typing.ops[constant[0]].outputs)
