@@ -127,6 +127,10 @@ _TRANSPOSED = "input weight bias stride padding output_padding groups dilation"
 
 _ROWS: dict[str, tuple[str, Rewrite]] = {
     "aten.affine_grid_generator.default": ("theta size align_corners", _images),
+    "aten.unfold_backward.default": (
+        "grad_in input_sizes dim size step",
+        _size("input_sizes"),
+    ),
     "aten.view.default": ("self size", _size("size")),
     "aten._unsafe_view.default": ("self size", _size("size")),
     "aten.reshape.default": ("self shape", _size("shape")),

@@ -51,8 +51,8 @@ def _unpooled(op: BoundOp) -> OpLabels:
 
 
 def _fractional(op: BoundOp) -> OpLabels | None:
-    """fractional_max_pool2d x [n, c, h, w], samples [n, c, 2]"""
-    if len(op.values[0].shape) != 4:
+    """fractional_max_pool x [n, c, places], samples [n, c, one per dim of places]"""
+    if len(op.values[0].shape) != 2 + _num_spatial(op):
         return None
     spec = _pool(op)
     return OpLabels((*spec.inputs, (*spec.inputs[0][:2], None)), spec.outputs)
@@ -89,6 +89,13 @@ def _windows(op: BoundOp) -> OpLabels:
     return OpLabels((labels,), ((*labels, None),), linear=(frozenset({0}),))
 
 
+def _overlapped(op: BoundOp) -> OpLabels:
+    """unfold_backward: windows, the last dim, are added where they were in `dim`."""
+    shape = op.outputs[0].shape
+    labels = numbered(shape, but=(op.dim("dim", len(shape)),))
+    return OpLabels(((*labels, None),), (labels,), linear=(frozenset({0}),))
+
+
 _MAX = "self kernel_size stride padding dilation ceil_mode"
 _MEAN = "self kernel_size stride padding ceil_mode count_include_pad divisor_override"
 
@@ -116,9 +123,12 @@ SPATIAL_RULES = {
         )
     },
     "aten.affine_grid_generator.default": rule("theta size align_corners", _affine_grid),
-    "aten.fractional_max_pool2d.default": rule(
-        "self kernel_size output_size random_samples", _fractional
-    ),
+    **{
+        f"aten.fractional_max_pool{n}d.default": rule(
+            "self kernel_size output_size random_samples", _fractional
+        )
+        for n in (2, 3)
+    },
     "aten.max_unpool2d.default": rule("self indices output_size", _unpooled),
     "aten.channel_shuffle.default": rule("self groups", _shuffled),
     **{
@@ -130,6 +140,7 @@ SPATIAL_RULES = {
     "aten.im2col.default": rule("self kernel_size dilation padding stride", _columns),
     "aten.col2im.default": rule("self output_size kernel_size dilation padding stride", _columns),
     "aten.unfold.default": rule("self dimension size step", _windows),
+    "aten.unfold_backward.default": rule("grad_in input_sizes dim size step", _overlapped),
     "aten.pixel_shuffle.default": rule("self upscale_factor", _pixel_shuffle),
     "aten.pixel_unshuffle.default": rule("self downscale_factor", _pixel_shuffle),
 }
