@@ -93,10 +93,9 @@ class _Route:
     def _goes_row_by_row(self, op: RawOp, rows: set[Key]) -> bool:
         """Whether all that `op` reads are `rows`, and each row it computes is computed from one of
         them."""
-        operands = list(op.operands)
-        if not operands or not rows.issuperset(operands):
+        if not op.operands or not rows.issuperset(op.operands):
             return False
-        shapes = [self.program.values[key].shape for key in (*operands, *op.outputs)]
+        shapes = [self.program.values[key].shape for key in (*op.operands, *op.outputs)]
         if len({shape[:1] for shape in shapes}) > 1:
             return False
         if op.target in _OF_ONE_DIM:

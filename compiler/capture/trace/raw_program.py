@@ -92,11 +92,12 @@ class RawOp:
     stack: tuple[str, ...]
     source: str
     custom: CustomOp | None = None
+    operands: tuple[Key, ...] = field(init=False, repr=False, compare=False)
+    """Values that it reads, in the order of its arguments."""
 
-    @property
-    def operands(self) -> Iterator[Key]:
-        for arg in (*self.args, *(value for _, value in self.kwargs)):
-            yield from _keys(arg)
+    def __post_init__(self) -> None:
+        given = (*self.args, *(value for _, value in self.kwargs))
+        object.__setattr__(self, "operands", tuple(key for arg in given for key in _keys(arg)))
 
 
 def _keys(arg: RawArg) -> Iterator[Key]:
