@@ -51,8 +51,8 @@ def _unpooled(op: BoundOp) -> OpLabels:
 
 
 def _fractional(op: BoundOp) -> OpLabels | None:
-    """fractional_max_pool x [n, c, places], samples [n, c, one per dim of places]"""
-    if len(op.values[0].shape) != 2 + _num_spatial(op):
+    """fractional_max_pool2d x [n, c, h, w], samples [n, c, 2]"""
+    if len(op.values[0].shape) != 4:
         return None
     spec = _pool(op)
     return OpLabels((*spec.inputs, (*spec.inputs[0][:2], None)), spec.outputs)
@@ -123,12 +123,9 @@ SPATIAL_RULES = {
         )
     },
     "aten.affine_grid_generator.default": rule("theta size align_corners", _affine_grid),
-    **{
-        f"aten.fractional_max_pool{n}d.default": rule(
-            "self kernel_size output_size random_samples", _fractional
-        )
-        for n in (2, 3)
-    },
+    "aten.fractional_max_pool2d.default": rule(
+        "self kernel_size output_size random_samples", _fractional
+    ),
     "aten.max_unpool2d.default": rule("self indices output_size", _unpooled),
     "aten.channel_shuffle.default": rule("self groups", _shuffled),
     **{

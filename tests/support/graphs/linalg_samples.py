@@ -70,10 +70,6 @@ LINALG: tuple[Sample, ...] = (
         [3, 3],
         real(4, 12, 2, grad=False),
     ),
-    call(
-        "fractional_max_pool3d.default",
-        *(real(4, 12, 4, 4, 6), [2, 2, 2], [2, 2, 3], real(4, 12, 3, grad=False)),
-    ),
     call("unfold_backward.default", real(4, 12, 5, 4), [4, 12, 12], -1, 4, 2),
     call("unfold_backward.default", real(4, 5, 24, 4), [4, 12, 24], 1, 4, 2),
     call("affine_grid_generator.default", real(12, 2, 3), [12, 4, 3, 5], False),
