@@ -8,6 +8,7 @@ criterion(model(x), y).
 """
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,16 +32,41 @@ class LossAndOutputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Parameters:
-    """The parameters of a call. names: in order, of those that can be passed by name; defaults: of
-    those that have one; needed: of those without; takes_any: whether other names are taken."""
+    """The parameters of a call. names: in order, without *args; defaults: of those that have one;
+    needed: of those without; takes_any: whether other names are taken; unnamed: of those that are
+    only passed by position; before_rest: those in front of *args; rest: the name of *args, if there
+    is one. What goes there is called args_0, args_1 and so on."""
 
     names: tuple[str, ...]
     defaults: Mapping[str, Any]
     takes_any: bool
+    unnamed: tuple[str, ...] = ()
+    before_rest: tuple[str, ...] = ()
+    rest: str | None = None
 
     @property
     def needed(self) -> tuple[str, ...]:
         return tuple(name for name in self.names if name not in self.defaults)
+
+    def takes(self, name: str) -> bool:
+        return name in self.names or self.takes_any or self._is_rest(name)
+
+    def rest_of(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Names of what goes to *args, in its order."""
+        return tuple(sorted(filter(self._is_rest, names), key=lambda n: int(n.split("_")[-1])))
+
+    def bound(self, given: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Arguments by position, and by name."""
+        rest = self.rest_of(given)
+        first = self.before_rest if rest else self.unnamed
+        values = {**self.defaults, **given}
+        by_position = [values[name] for name in (*first, *rest) if name in values]
+        return by_position, {n: v for n, v in given.items() if n not in first and n not in rest}
+
+    def _is_rest(self, name: str) -> bool:
+        if self.rest is None or name in self.names:
+            return False
+        return re.fullmatch(rf"{re.escape(self.rest)}_\d+", name) is not None
 
 
 def parameters_of(called: Callable[..., Any]) -> Parameters:
@@ -49,13 +75,22 @@ def parameters_of(called: Callable[..., Any]) -> Parameters:
         signature = inspect.signature(called.forward if isinstance(called, nn.Module) else called)
     except (TypeError, ValueError):  # some of the interpreter's own have no signature
         return Parameters((), {}, True)
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    found = {name: p for name, p in signature.parameters.items() if p.kind in named}
-    kinds = {p.kind for p in signature.parameters.values()}
+
+    def of(*kinds: Any) -> tuple[str, ...]:
+        return tuple(name for name, p in signature.parameters.items() if p.kind in kinds)
+
+    kind = inspect.Parameter
+    unnamed, rest = of(kind.POSITIONAL_ONLY), of(kind.VAR_POSITIONAL)
+    before_rest = of(kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD)
+    names = (*before_rest, *of(kind.KEYWORD_ONLY))
+    defaults = {name: signature.parameters[name].default for name in names}
     return Parameters(
-        tuple(found),
-        {n: p.default for n, p in found.items() if p.default is not inspect.Parameter.empty},
-        inspect.Parameter.VAR_KEYWORD in kinds,
+        names,
+        {name: value for name, value in defaults.items() if value is not kind.empty},
+        bool(of(kind.VAR_KEYWORD)),
+        unnamed,
+        before_rest,
+        rest[0] if rest else None,
     )
 
 
@@ -71,7 +106,7 @@ class _Split:
 def _split(model: nn.Module, loss_fn: LossFunction, names: Iterable[str]) -> _Split:
     takes, loss_takes = parameters_of(model), parameters_of(loss_fn)
     wanted = set(loss_takes.names[1:])
-    own = [n for n in names if n in takes.names or (takes.takes_any and n not in wanted)]
+    own = [n for n in names if n in takes.names or (takes.takes(n) and n not in wanted)]
     return _Split(
         tuple(own),
         tuple(n for n in names if n in wanted),
@@ -84,12 +119,17 @@ def call_model(
 ) -> Any:
     """What the model returns; with a loss function, its result beside that."""
     if loss_fn is None:
-        return model(**arguments)
+        return _called(model, arguments)
     split = _split(model, loss_fn, arguments)
-    outputs = model(**{name: arguments[name] for name in split.model})
+    outputs = _called(model, {name: arguments[name] for name in split.model})
     rest = (arguments[name] for name in split.positional)
     loss = loss_fn(outputs, *rest, **{name: arguments[name] for name in split.loss})
     return LossAndOutputs(loss, outputs)
+
+
+def _called(model: nn.Module, given: Mapping[str, Any]) -> Any:
+    by_position, by_name = parameters_of(model).bound(given)
+    return model(*by_position, **by_name)
 
 
 def check_arguments(
@@ -104,7 +144,7 @@ def check_arguments(
         split = _split(model, loss_fn, arguments)
         own = split.model
         _check_loss_function(loss_fn, split)
-    unknown = [n for n in own if n not in takes.names and not takes.takes_any]
+    unknown = [n for n in own if not takes.takes(n)]
     if unknown:
         raise OptionError(
             f"{name} takes no argument {unknown[0]!r}; it takes {', '.join(takes.names)}"

@@ -2,8 +2,8 @@
 
     model(x, y)   model(x, target=y)   model(x=x, target=y, mask=None)    one and the same
 
-Arguments that neither the model nor its loss function names come behind those of forward, in the
-order of the example inputs.
+What goes to *args of forward is called args_0, args_1 and so on. Arguments that neither the model
+nor its loss function names come behind those of forward, in the order of the example inputs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ class CallArguments:
         Raises OptionError for names that the model does not take, for what is given twice, and for
         too many arguments.
         """
-        order = (*self.takes.names, *self.behind)
+        order = self._order(len(positional))
         if len(positional) > len(order):
             raise OptionError(
                 f"{self.name} takes {len(order)} arguments ({', '.join(order)}), "
@@ -51,12 +51,19 @@ class CallArguments:
         twice = [name for name in given if name in found]
         if twice:
             raise OptionError(f"{self.name}: argument {twice[0]!r} is given twice")
-        unknown = [name for name in given if name not in order and not self.takes.takes_any]
+        unknown = [name for name in given if name not in order and not self.takes.takes(name)]
         if unknown:
             raise OptionError(
                 f"{self.name} takes no argument {unknown[0]!r}; it takes {', '.join(order)}"
             )
         return {n: v for n, v in {**found, **given}.items() if not self._is_default(n, v)}
+
+    def _order(self, num_positional: int) -> tuple[str, ...]:
+        """Names of arguments by position."""
+        if self.takes.rest is None:
+            return (*self.takes.names, *self.behind)
+        num_rest = max(0, num_positional - len(self.takes.before_rest))
+        return (*self.takes.before_rest, *(f"{self.takes.rest}_{k}" for k in range(num_rest)))
 
     def _is_default(self, name: str, value: Any) -> bool:
         if name in self.constants or name not in self.takes.defaults or _has_tensor(value):

@@ -53,6 +53,29 @@ def test_what_the_model_does_not_name_goes_to_the_loss_function(
     assert torch.equal(returned.outputs, Net()(X, batch.get("mask")))
 
 
+class Listed(nn.Module):
+    def forward(
+        self, x: Tensor, /, y: Tensor, *more: Tensor, scale: float = 1.0, **rest: Tensor
+    ) -> list[Tensor | float]:
+        return [x, y, *more, scale, *rest.values()]
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        ({"x": 1, "y": 2}, [1, 2, 1.0]),
+        ({"more_1": 4, "x": 1, "y": 2, "more_0": 3}, [1, 2, 3, 4, 1.0]),
+        ({"y": 2, "x": 1, "scale": 5, "more_x": 6}, [1, 2, 5, 6]),
+        ({f"more_{k}": k for k in range(12)} | {"x": -2, "y": -1}, [*range(-2, 12), 1.0]),
+    ],
+)
+def test_a_model_gets_by_position_what_has_no_name_there(
+    batch: dict[str, Any], expected: list[float]
+) -> None:
+    check_arguments(Listed(), batch)
+    assert call_model(Listed(), batch) == expected
+
+
 def test_a_model_that_takes_anything_gets_what_the_loss_function_does_not_name() -> None:
     returned = call_model(Open(), {"x": X, "labels": T}, lambda out, labels: labels.sum())
     assert returned.outputs == ["x"]

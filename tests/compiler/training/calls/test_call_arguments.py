@@ -51,6 +51,21 @@ def test_wrong_arguments_are_named(
         CALLED.named(positional, given)
 
 
+class Listed(nn.Module):
+    def forward(self, x: Tensor, /, y: Tensor, *more: Tensor, scale: float = 1.0) -> Tensor:
+        return x + y * scale + sum(more)
+
+
+def test_what_goes_to_args_is_numbered() -> None:
+    named = named_inputs(Listed(), (X, Y, X, Y))
+    assert named == {"x": X, "y": Y, "more_0": X, "more_1": Y}
+    called = CallArguments.of(Listed(), named)
+    assert called.named((X, Y, X, Y), {"scale": 2.0}) == {**named, "scale": 2.0}
+    assert called.named((), named) == named
+    with pytest.raises(OptionError, match="takes no argument 'less_0'; it takes x, y"):
+        called.named((X, Y), {"less_0": Y})
+
+
 def test_a_default_that_was_captured_stays() -> None:
     captured = CallArguments.of(Net(), {"x": X, "scale": 1.0})
     assert captured.named((X,), {"scale": 1.0}) == {"x": X, "scale": 1.0}
