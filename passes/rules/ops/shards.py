@@ -212,8 +212,10 @@ def _padded_shard(
     shape: Sequence[int], dims: Dims, label: str, at: LabelShard
 ) -> tuple[bool, SpmdType | None]:
     """(possible, shard) of a tensor: one dim has the digit of the granules, and the others nothing
-    of it."""
+    of it. What is joined with others has no digit for which of them it is."""
     first, granules = at
+    if first % min((c[1] for c in dims if c is not None and c[0] == label), default=1):
+        return False, None
     shard, carries = None, False
     for d, carried in enumerate(dims):
         if carried is None or carried[0] != label or shape[d] == 1:

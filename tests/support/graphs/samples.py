@@ -346,6 +346,8 @@ SHAPE: tuple[Sample, ...] = (
     call("cat.default", [real(*X, seed=k) for k in range(3)], 1),
     call("cat.default", [real(4, 12), real(4, 6)], -1),
     call("stack.default", [real(*X, seed=k) for k in range(2)], 1),
+    call("cat.default", [real(4, 12, 1, seed=k) for k in range(3)], -1),
+    call("split.Tensor", real(4, 12, 3), 1, -1),
     call("split.Tensor", real(4, 12, 72), 24, 2),
     call("split.Tensor", real(4, 12, 24), 10, -1),
     call("split_with_sizes.default", real(4, 12, 72), [36, 36], -1),
