@@ -1,1 +1,1 @@
-"""Modules of torch and transformers that a trace takes in another form than they have."""
+"""Modules and functions of torch and transformers that a trace takes in another form."""

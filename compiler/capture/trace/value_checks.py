@@ -8,7 +8,6 @@ that trains, and kept as a Check. Anything else is refused with its line: a grap
 """
 
 import inspect
-import math
 import operator
 import traceback
 import weakref
@@ -18,7 +17,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from meshfold.capture.known_values.empty_rows import EmptyRows
@@ -29,6 +27,7 @@ from meshfold.capture.known_values.refusals import (
     refused_branch,
     refused_number,
 )
+from meshfold.capture.library_modules.functions import in_ops
 from meshfold.capture.trace.assertions import Assertion, Kind, Sources, is_library_check
 from meshfold.capture.trace.selections import Selections, ctc_loss
 from meshfold.errors import CaptureError
@@ -240,51 +239,8 @@ def _line() -> str:
     return user_line(traceback.walk_stack(inspect.currentframe()))
 
 
-def dropout_in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What dropout(x, p, training, inplace=True) returns: x, with the result of the op dropout
-    copied into it, where torch writes draws and products; NotImplemented for anything else."""
-    if func not in (functional.dropout, torch.dropout_):
-        return NotImplemented
-    names = ("input", "p", "training", "inplace")
-    given = {"p": 0.5, "training": True, "inplace": False, **dict(zip(names, args, strict=False))}
-    given |= kwargs
-    is_in_place = given.pop("inplace") or func is torch.dropout_
-    x = given.pop("input")
-    if not is_in_place or not given["training"]:
-        return NotImplemented
-    return x.copy_(functional.dropout(x, given["p"], True))
-
-
-def gaussian_nll_loss(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], checks: ValueChecks
-) -> Any:
-    """The loss as torch computes it, with its look at the variances as a check; NotImplemented for
-    another function, and for variances of a form that torch refuses."""
-    if func is not functional.gaussian_nll_loss:
-        return NotImplemented
-    names = ("input", "target", "var", "full", "eps", "reduction")
-    given: dict[str, Any] = {"full": False, "eps": 1e-6, "reduction": "mean"}
-    given |= dict(zip(names, args, strict=False)) | dict(kwargs)
-    x, target, variance = given["input"], given["target"], given["var"]
-    if not isinstance(variance, torch.Tensor):
-        return NotImplemented
-    checks.keep((variance >= 0).all(), "gaussian_nll_loss: no variance is below 0")
-    if variance.shape == x.shape[:-1]:
-        variance = variance.unsqueeze(-1)
-    pairs = zip(variance.shape, x.shape, strict=False)
-    if variance.ndim != x.ndim or any(v not in (1, n) for v, n in pairs):
-        return NotImplemented
-    # A variance below eps is taken for eps, and has the gradient of what it was.
-    variance = variance + (variance.clamp(min=given["eps"]) - variance).detach()
-    loss = 0.5 * (variance.log() + (x - target) ** 2 / variance)
-    if given["full"]:
-        loss = loss + 0.5 * math.log(2 * math.pi)
-    reduction = given["reduction"]
-    return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
-
-
 class Answering(TorchFunctionMode):
-    """Answers for assertions, writes CTC losses and what masks select in ops of fixed shape, keeps
+    """Answers for assertions, writes some losses and what masks select in ops of fixed shape, keeps
     dropout one op, and leaves everything else as it is. known: answers before all of that with
     values that are known; None where every value is to be one of a batch."""
 
@@ -319,9 +275,7 @@ class Answering(TorchFunctionMode):
         if answer is NotImplemented:
             answer = ctc_loss(func, args, kwargs)
         if answer is NotImplemented:
-            answer = gaussian_nll_loss(func, args, kwargs, self.checks)
-        if answer is NotImplemented:
-            answer = dropout_in_place(func, args, kwargs)
+            answer = in_ops(func, args, kwargs, self.checks.keep)
         if answer is NotImplemented:
             answer = self.checks.answer(func, args, kwargs)
         if answer is NotImplemented:

@@ -63,6 +63,8 @@ _ONE = tuple(
 _SEVERAL = tuple(
     f"aten.fft_{kind}{n}.default" for kind in ("fft", "ifft", "rfft", "irfft") for n in ("2", "n")
 )
+_KERNELS = {"c2c": "forward", "c2r": "last_dim_size", "r2c": "onesided"}
+"""Of what torch makes of all others (hfft2, istft), and their last argument."""
 
 COMPLEX_RULES = {
     "aten.view_as_complex.default": rule("self", _joined),
@@ -74,4 +76,8 @@ COMPLEX_RULES = {
     "aten.angle.default": rule("self", _angle),
     **{name: rule("self n dim norm", _transform) for name in _ONE},
     **{name: rule("self s dim norm", _transform) for name in _SEVERAL},
+    **{
+        f"aten._fft_{kind}.default": rule(f"self dim normalization {last}", _transform)
+        for kind, last in _KERNELS.items()
+    },
 }

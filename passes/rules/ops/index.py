@@ -153,9 +153,11 @@ def _put(op: BoundOp, found: OpLabels, indices: tuple[int, ...], rows: str) -> O
     )
 
 
-def _gather(op: BoundOp) -> OpLabels:
+def _gather(op: BoundOp) -> OpLabels | None:
     """self and index agree on the other dims, unsharded where index is shorter."""
     shape, index = op.value("self").shape, op.value("index").shape
+    if len(index) != len(shape):
+        return None
     dim = op.dim("dim", len(shape))
     shorter = [d for d in range(len(shape)) if shape[d] != index[d]]
     labels = numbered(shape, but=(dim, *shorter))
@@ -163,9 +165,11 @@ def _gather(op: BoundOp) -> OpLabels:
     return OpLabels((labels, own), (own,), linear=(frozenset({0}),))
 
 
-def _index_add(op: BoundOp) -> OpLabels:
+def _index_add(op: BoundOp) -> OpLabels | None:
     """self [..., x, ...], index [i], source [..., i, ...]: adds rows; i is summed into self."""
     shape = op.value("self").shape
+    if not shape:
+        return None
     dim = op.dim("dim", len(shape))
     labels = numbered(shape, but=(dim,))
     source = (*labels[:dim], dim_label("i"), *labels[dim + 1 :])

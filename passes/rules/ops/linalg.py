@@ -64,10 +64,23 @@ def _cross(op: BoundOp) -> OpLabels:
     return OpLabels(inputs, (labels,), linear=(frozenset({0}), frozenset({1})))
 
 
+def _solution_and_factors(op: BoundOp) -> OpLabels | None:
+    """solve_ex A x = B: the solution, the factors of A, their pivots, and what went wrong."""
+    matrix = op.values[0].shape
+    if op.outputs[0].shape[: len(matrix) - 2] != matrix[:-2]:
+        return None
+    of_solution = _solution(op)
+    batch = of_solution.inputs[0][:-2]
+    factors = ((*batch, None, None), (*batch, None), batch)
+    return OpLabels(of_solution.inputs, (*of_solution.outputs, *factors))
+
+
 LINALG_RULES = {
     "aten.linalg_cholesky.default": rule("self upper", _batched((2,), (2,))),
     "aten.linalg_inv.default": rule("A", _batched((2,), (2,))),
     "aten.linalg_pinv.atol_rtol_tensor": rule("self atol rtol hermitian", _pseudo_inverse),
+    "aten.linalg_pinv.atol_rtol_float": rule("self atol rtol hermitian", _pseudo_inverse),
+    "aten.linalg_pinv.default": rule("self rcond hermitian", _pseudo_inverse),
     "aten.linalg_matrix_exp.default": rule("self", _batched((2,), (2,))),
     "aten.linalg_matrix_power.default": rule("self n", _batched((2,), (2,))),
     "aten._linalg_det.default": rule("A", _batched((2,), (0, 2, 1))),
@@ -78,6 +91,8 @@ LINALG_RULES = {
     ),
     "aten._linalg_eigh.default": rule("A UPLO compute_v", _batched((2,), (1, 2))),
     "aten.linalg_solve.default": rule("A B left", _solution),
+    "aten._linalg_solve_ex.default": rule("A B left check_errors", _solution_and_factors),
+    "aten.linalg_householder_product.default": rule("input tau", _batched((2, 1), (2,))),
     "aten.linalg_solve_triangular.default": rule(
         "self B upper left unitriangular", _batched((2, 2), (2,))
     ),

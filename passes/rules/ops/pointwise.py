@@ -172,6 +172,8 @@ _ROWS: dict[str, tuple[str, LabelFunction]] = {
     "isin.Tensor_Tensor": ("elements test_elements assume_unique invert", _bucketed),
     "searchsorted.Tensor": ("sorted_sequence self out_int32 right side sorter", _searched),
     "frexp.Tensor": ("self", _nonlinear),
+    "round.decimals": ("self decimals", _nonlinear),
+    "mvlgamma.default": ("self p", _nonlinear),
     "heaviside.default": ("self values", _nonlinear),
     "special_zeta.default": ("self other", _nonlinear),
     "special_zeta.other_scalar": ("self other", _nonlinear),
@@ -214,6 +216,7 @@ BINARY = (
     "gt.Scalar ge.Scalar __and__.Scalar __or__.Scalar bitwise_and.Scalar bitwise_or.Scalar "
     "maximum.default minimum.default max.other min.other remainder.Tensor remainder.Scalar "
     "fmod.Tensor fmod.Scalar floor_divide.default atan2.default copysign.Tensor "
+    "bitwise_left_shift.Tensor bitwise_right_shift.Tensor gcd.default lcm.default ldexp.Tensor "
     "fmax.default fmin.default hypot.default logaddexp.default logaddexp2.default "
     "nextafter.default special_xlog1py.default xlogy.Tensor"
 ).split()

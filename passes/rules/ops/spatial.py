@@ -127,6 +127,7 @@ SPATIAL_RULES = {
         "self kernel_size output_size random_samples", _fractional
     ),
     "aten.max_unpool2d.default": rule("self indices output_size", _unpooled),
+    "aten.max_unpool3d.default": rule("self indices output_size stride padding", _unpooled),
     "aten.channel_shuffle.default": rule("self groups", _shuffled),
     **{
         f"aten.grid_sampler_{n}d.default": rule(

@@ -25,11 +25,21 @@ def _lower(*batch: int) -> Tensor:
     return _square(*batch).detach().tril().requires_grad_()
 
 
+def _reflections(*batch: int) -> tuple[Tensor, Tensor]:
+    vectors, factors = torch.geqrf(real(*batch, 4, 3, grad=False))
+    return vectors.requires_grad_(), factors.requires_grad_()
+
+
 LINALG: tuple[Sample, ...] = (
     call("linalg_cholesky.default", _definite(*_BATCH)),
     call("linalg_inv.default", _square(*_BATCH)),
     call("linalg_pinv.atol_rtol_tensor", real(*_BATCH, 4, 3)),
     call("linalg_pinv.atol_rtol_tensor", _square(*_BATCH), atol=real(*_BATCH, grad=False) / 99),
+    call("linalg_pinv.atol_rtol_float", real(*_BATCH, 4, 3), atol=1e-9),
+    call("linalg_pinv.default", _square(*_BATCH), 1e-9),
+    call("_linalg_solve_ex.default", _square(*_BATCH), real(*_BATCH, 3, 2)),
+    call("_linalg_solve_ex.default", _square(*_BATCH), real(*_BATCH, 3)),
+    call("linalg_householder_product.default", *_reflections(*_BATCH)),
     call("linalg_matrix_exp.default", real(*_BATCH, 3, 3)),
     call("linalg_matrix_power.default", _square(*_BATCH), 3),
     call("_linalg_det.default", _square(*_BATCH)),
@@ -60,6 +70,8 @@ LINALG: tuple[Sample, ...] = (
     call("searchsorted.Tensor", real(*X, grad=False).sort()[0], real(4, 12, 36, grad=False)),
     call("searchsorted.Tensor", real(24, grad=False).sort()[0], real(*X, grad=False), right=True),
     call("frexp.Tensor", steps(*X)),
+    call("round.decimals", steps(*X), decimals=1),
+    call("mvlgamma.default", 3.0 + real(*X).detach(), 2),
     call("heaviside.default", whole(3, *X).double() - 1, real(12, 1, grad=False)),
     call("special_zeta.default", 1 + real(*X, grad=False), real(12, 1, grad=False)),
     call("special_zeta.other_scalar", 1 + real(*X, grad=False), 0.5),

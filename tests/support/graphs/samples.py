@@ -32,7 +32,7 @@ from support.graphs.tensors import (
 
 def _binary(name: str) -> Sample:
     """An elementwise function of two tensors, or of a tensor and a number."""
-    if name == "floor_divide.default":
+    if name.startswith(("floor_divide", "gcd", "lcm")) or "shift" in name:
         return call(name, whole(99, *X), 1 + whole(9, 12, 1))
     if name.startswith(("_", "bitwise", "logical")):
         # What leaves the flags as they are: True for and, False for or.

@@ -36,6 +36,11 @@ SPATIAL: tuple[Sample, ...] = (
     call("_upsample_bilinear2d_aa.vec", real(4, 12, 6, 6), [4, 3], False, None),
     call("_upsample_bicubic2d_aa.vec", real(4, 12, 6, 6), [4, 3], False, None),
     call("max_unpool2d.default", real(4, 12, 2, 2), _CORNERS.expand(4, 12, 2, 2), [4, 4]),
+    call(
+        "max_unpool3d.default",
+        *(real(4, 12, 2, 1, 1), torch.tensor([[[3]], [[4]]]).expand(4, 12, 2, 1, 1)),
+        *([2, 2, 2], [1, 2, 2], [0, 0, 0]),
+    ),
     call("channel_shuffle.default", real(4, 12, 4), 3),
     call("grid_sampler_2d.default", real(4, 12, 5, 5), steps(4, 6, 6, 2), 0, 0, False),
     call("grid_sampler_3d.default", real(4, 12, 3, 3, 3), steps(4, 6, 2, 2, 3), 0, 1, True),
