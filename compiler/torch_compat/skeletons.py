@@ -5,7 +5,9 @@ stay ties, no storage is copied whatever the model's size, and the model is not 
 """
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,9 +23,42 @@ def copy_with(model: nn.Module, new_tensor: Callable[[Tensor], Tensor]) -> nn.Mo
     weight_norm makes anew before every forward)."""
     tensors = (*model.parameters(), *model.buffers(), *_computed(model))
     memo: dict[int, Any] = {id(tensor): new_tensor(tensor) for tensor in tensors}
+    _copy_refused(model, memo)
     copied = copy.deepcopy(model, memo)
     rebind_closures(copied, memo)
     return copied
+
+
+def _copy_refused(model: nn.Module, memo: dict[int, Any]) -> None:
+    """Adds to `memo` what modules keep that deepcopy refuses and that holds no tensor of theirs:
+    Python's modules and locks as they are; dicts whose attributes are their entries, which raise
+    KeyError for the method that deepcopy looks for, as dicts of that class."""
+    for value in [value for module in model.modules() for value in vars(module).values()]:
+        if isinstance(value, _SHARED):
+            memo[id(value)] = value
+        elif _is_refused_dict(value):
+            _copy_dict(value, memo)
+
+
+_SHARED = (ModuleType, type(threading.Lock()), type(threading.RLock()))
+
+
+def _is_refused_dict(value: Any) -> bool:
+    if not isinstance(value, dict) or not hasattr(type(value), "__getattr__"):
+        return False
+    try:
+        getattr(value, "__deepcopy__", None)
+    except KeyError:
+        return True
+    return False
+
+
+def _copy_dict(of: dict[Any, Any], memo: dict[int, Any]) -> dict[Any, Any]:
+    made = memo[id(of)] = type(of).__new__(type(of))
+    for key, value in dict.items(of):
+        copied = _copy_dict(value, memo) if _is_refused_dict(value) else copy.deepcopy(value, memo)
+        dict.__setitem__(made, key, copied)
+    return made
 
 
 def _computed(model: nn.Module) -> Iterator[Tensor]:

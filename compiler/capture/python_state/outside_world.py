@@ -1,6 +1,7 @@
 """What forward asks of the world outside: random generators, their seeds, and the time."""
 
 import datetime
+import inspect
 import os
 import random
 import sys
@@ -186,8 +187,10 @@ def _names_of_code(space: Space) -> Iterator[set[str]]:
             pending += [c for c in of.co_consts if isinstance(c, CodeType)]
         elif isinstance(of, type) and of.__module__ == space.get("__name__"):
             pending += vars(of).values()
-        elif isinstance(of, (staticmethod, classmethod)) or hasattr(of, "__wrapped__"):
+        elif isinstance(of, (staticmethod, classmethod)):
             pending.append(of.__wrapped__)
+        elif (wrapped := inspect.getattr_static(of, "__wrapped__", None)) is not None:
+            pending.append(wrapped)
         elif isinstance(of, FunctionType) and of.__code__.co_filename == file:
             pending.append(of.__code__)
 
@@ -218,12 +221,13 @@ def _put_forward(value: Any) -> Any:
             later = _put_forward(entry)
             setattr(other, name, entry if later is None else later)
         return other
-    if value in (datetime.datetime, datetime.date) and isinstance(value, type):
+    # A file holds what it likes: arrays and others whose comparisons are no bool, or raise.
+    if value is datetime.datetime or value is datetime.date:
         kind: Any = value
         return type(kind.__name__, (kind,), {name: _later_date(kind, name) for name in _OF_DATES})
-    name = getattr(value, "__name__", "")
-    if isinstance(value, BuiltinFunctionType) and getattr(time, name, None) is value:
-        return _later_time(value) if name in _OF_TIME else None
+    if isinstance(value, BuiltinFunctionType):
+        name = value.__name__
+        return _later_time(value) if name in _OF_TIME and getattr(time, name) is value else None
     return None
 
 

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from meshfold.capture.python_state.arrays import array_content, write_array
 from meshfold.torch_compat.global_hooks import hook_tables
 from meshfold.torch_compat.source_lines import is_user_file
 
@@ -47,7 +48,6 @@ _FOLLOWED = ("_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
 _DEPTH = 7
 _DEPTH_OF_SHARED = 5
 _MOST = 64
-_MOST_BYTES = 4096
 
 Content = tuple[tuple[Any, ...], tuple[Any, ...]]
 """Keys and values."""
@@ -301,7 +301,7 @@ def _count(owner: Any) -> Content:
 
 
 def _array(owner: Any) -> Content:
-    return (), (owner.tobytes(),) if owner.nbytes <= _MOST_BYTES else ()
+    return (), array_content(owner)
 
 
 def _version(owner: torch.Tensor) -> Content:
@@ -377,7 +377,7 @@ def _write(owner: Any, read: _Reader, content: Content) -> None:
         owner.clear()
         (owner.update if isinstance(owner, set) else owner.extend)(values)
     elif read is _array and owner.flags.writeable:
-        owner.flat[:] = np.frombuffer(values[0], owner.dtype)
+        write_array(owner, values)
 
 
 def _write_class(owner: type, attributes: Mapping[str, Any]) -> None:
