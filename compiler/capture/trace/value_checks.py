@@ -108,6 +108,8 @@ class ValueChecks:
             return None
         if func is torch.Tensor.item:
             return self._item(args[0])
+        if func is torch.Tensor.__format__ and args[0].ndim == 0:
+            return format(self.number(args[0]), args[1])
         if func in _NUMBERS:
             return _NUMBERS[func](self.number(args[0], func))
         if func not in _TRUTHS:

@@ -37,6 +37,11 @@ def averaged(model: Model, h: Tensor) -> Tensor:
     return h
 
 
+def formatted(model: Model, h: Tensor) -> Tensor:
+    model.value = f"{h.mean():.3f} of {h.max():>8.1e}"
+    return h
+
+
 def in_a_list(model: Model, h: Tensor) -> Tensor:
     model.found.append({"mean": h.mean().item(), "largest": [h.max().item()]})
     return h
@@ -77,6 +82,7 @@ def as_an_array(model: Model, h: Tensor) -> Tensor:
 MIDDLES = {
     kept: "",
     averaged: "",
+    formatted: "",
     in_a_list: "",
     used: r"Tensor.item gives a shape or a number .*test_numbers.py:",
     used_by_torch: r"Tensor.item gives a shape or a number .*test_numbers.py:",
