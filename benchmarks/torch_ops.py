@@ -49,7 +49,9 @@ LIMIT_S = 60
 OTHERWISE = ("_to_copy", "floor_divide", "heaviside", "special_zeta")
 """Kernels whose gradients are rounded, or have no formula."""
 
-TENSOR = object()
+TENSOR = Tensor
+"""The class, which a copy of a model keeps as it is."""
+
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 

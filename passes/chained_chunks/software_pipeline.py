@@ -36,6 +36,10 @@ from meshfold.passes.schedule.list_schedule import (
 NEXT = -1
 """Stands in an order for the next task of the epilogue of the region before, if one is left."""
 
+MOST_STEPS = 2**20
+"""Tasks run in all intervals that are tried to better one. Chosen: layers of language models need
+less, half a second; a region of hundreds of ops would take minutes."""
+
 COPIES = 4
 """Regions that are ordered, and timed, one behind the other."""
 
@@ -184,12 +188,17 @@ class _Chain:
     # The second step.
 
     def improved(self, interval: Interval, bound_bytes: int) -> Interval:
-        best_s, before_s = self.seconds(interval), float("inf")
+        """`interval` with one task after the other moved to where it costs least, until no move
+        helps or MOST_STEPS are done."""
+        best_s, before_s, num_left = self.seconds(interval), float("inf"), MOST_STEPS // self.count
         while best_s < before_s:
             before_s = best_s
             for t in [t for t, _ in interval]:
                 rest = tuple(pair for pair in interval if pair[0] != t)
                 for inserted in self._insertions(rest, t):
+                    num_left -= 1
+                    if num_left < 0:
+                        return interval
                     seconds = self.seconds(inserted, best_s)
                     if seconds < best_s and self.saved_bytes(inserted) <= bound_bytes:
                         best_s, interval = seconds, inserted

@@ -46,6 +46,11 @@ class Task:
     is_due: bool = False
 
 
+MOST_WAITS = 32
+"""Waits before which a deferred task is tried. Chosen: chained layers of language models have no
+more, one of hundreds of ops has ten times as many, each of which costs a run through all tasks."""
+
+
 def list_order(tasks: Sequence[Task], bound_bytes: int) -> tuple[int, ...]:
     """Numbers of `tasks` in the order in which they run.
 
@@ -198,8 +203,9 @@ def _sunk(tasks: Sequence[Task], order: Sequence[int]) -> tuple[int, ...]:
 
 
 def _deferred(tasks: Sequence[Task], order: Sequence[int], bound_bytes: int) -> tuple[int, ...]:
-    """`order` with every deferred task before the wait, or at the end, where it costs least, the
-    earliest such position; no more memory is kept than before, or than `bound_bytes`."""
+    """`order` with every deferred task before the wait (of MOST_WAITS), or at the end, where it
+    costs least, the earliest such position; no more memory is kept than before, or than
+    `bound_bytes`."""
     found = tuple(order)
     total_bytes = sum(task.deferred_bytes for task in tasks)
     bound_bytes = max(bound_bytes, most_deferred_bytes(tasks, found))
@@ -209,6 +215,8 @@ def _deferred(tasks: Sequence[Task], order: Sequence[int], bound_bytes: int) -> 
         users = [k for k, u in enumerate(rest) if t in tasks[u].needs]
         last = min([len(rest), *users])
         waits = [k for k in range(first, last) if tasks[rest[k]].start >= 0]
+        if len(waits) > MOST_WAITS:
+            waits = [waits[k * len(waits) // MOST_WAITS] for k in range(MOST_WAITS)]
         orders = [(*rest[:k], t, *rest[k:]) for k in (*waits, last)]
         allowed = orders
         if total_bytes > bound_bytes:

@@ -1,8 +1,11 @@
 """Orders of regions in line: what one leaves runs beside the beginning of the next."""
 
+from unittest import mock
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshfold.passes.chained_chunks import software_pipeline
 from meshfold.passes.chained_chunks.software_pipeline import (
     NEXT,
     ChainBoundary,
@@ -135,12 +138,13 @@ def regions(draw: st.DrawFn) -> tuple[tuple[Task, ...], ChainBoundary]:
     return tuple(tasks), ChainBoundary(sent, frozenset(early), prefetch, 0 if prefetch >= 0 else -1)
 
 
-@given(regions(), st.integers(0, 6))
+@given(regions(), st.integers(0, 6), st.sampled_from([0, 20, software_pipeline.MOST_STEPS]))
 def test_orders_in_a_chain_are_legal(
-    case: tuple[tuple[Task, ...], ChainBoundary], bound: int
+    case: tuple[tuple[Task, ...], ChainBoundary], bound: int, most_steps: int
 ) -> None:
     tasks, boundary = case
-    found = chained_order(tasks, boundary, bound)
+    with mock.patch.object(software_pipeline, "MOST_STEPS", most_steps):
+        found = chained_order(tasks, boundary, bound)
     own = [t for t in found.order if t != NEXT]
     assert sorted(own) == list(range(len(tasks)))
     ends = len(found.order) - found.num_epilogue
@@ -151,4 +155,15 @@ def test_orders_in_a_chain_are_legal(
         assert all(at[copy, n] < k for n in tasks[t].needs)
         if copy:
             assert all(at[copy - 1, sender] < k for sender, reader in boundary.sent if reader == t)
-    assert found == chained_order(tasks, boundary, bound)
+
+
+@given(regions(), st.integers(0, 6))
+def test_more_steps_find_no_slower_chain(
+    case: tuple[tuple[Task, ...], ChainBoundary], bound: int
+) -> None:
+    found = []
+    for most_steps in (0, 20, 200, software_pipeline.MOST_STEPS):
+        with mock.patch.object(software_pipeline, "MOST_STEPS", most_steps):
+            found.append(chained_order(*case, bound).seconds)
+    assert found == sorted(found, reverse=True)
+    assert chained_order(*case, bound) == chained_order(*case, bound)

@@ -2,10 +2,12 @@
 
 import itertools
 from collections.abc import Sequence
+from unittest import mock
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshfold.passes.schedule import list_schedule
 from meshfold.passes.schedule.list_schedule import Task, list_order, span_s
 
 
@@ -132,8 +134,14 @@ def is_legal(tasks: tuple[Task, ...], order: tuple[int, ...]) -> bool:
     return all(order.index(n) < order.index(t) for t in order for n in tasks[t].needs)
 
 
-@given(regions(), st.integers(0, 20))
-def test_orders_are_legal_and_no_worse_than_given(tasks: tuple[Task, ...], bound: int) -> None:
+@given(regions(), st.integers(0, 20), st.integers(1, 3))
+def test_orders_are_legal_and_no_worse_than_given(
+    tasks: tuple[Task, ...], bound: int, most_waits: int
+) -> None:
+    with mock.patch.object(list_schedule, "MOST_WAITS", most_waits):
+        few = list_order(tasks, bound)
+        assert sorted(few) == list(range(len(tasks))) and is_legal(tasks, few)
+        assert span_s(tasks, few) <= span_s(tasks, range(len(tasks)))
     order = list_order(tasks, bound)
     assert sorted(order) == list(range(len(tasks))) and is_legal(tasks, order)
     assert span_s(tasks, order) <= span_s(tasks, range(len(tasks)))
