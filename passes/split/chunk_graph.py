@@ -99,10 +99,16 @@ class _Split:
         return tuple(types)
 
     def shapes(self, unsplit: Shape) -> tuple[Shape, Shape, Shape]:
-        """Shapes of one chunk, of one with the dim as [blocks * ranks, rest], and of all joined."""
+        """Shapes of one chunk, of one with the dim as [blocks * ranks, rest], and of all joined.
+        Raises ChunkingError where the dim does not divide."""
         dim = self.type.dim
         before, after = unsplit[:dim], unsplit[dim + 1 :]
-        rest = unsplit[dim] // (self.above * self.chunks)
+        rest, left = divmod(unsplit[dim], self.above * self.chunks)
+        if left:  # the leading digit of what is split: rows of a map, of its pixels
+            raise ChunkingError(
+                f"a dim of {unsplit[dim]} does not divide into {self.chunks} micro-chunks on "
+                f"{self.ranks} ranks"
+            )
         return (
             (*before, self.above * rest, *after),
             (*before, self.above, rest, *after),
