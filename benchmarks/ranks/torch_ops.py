@@ -1,6 +1,6 @@
 """The rule table against the samples by which torch tests its own ops.
 
-    python benchmarks/torch_ops.py [NAME ...] [--part 1/1]
+    python benchmarks/ranks/torch_ops.py [NAME ...] [--part 1/1]
 
 Needs expecttest (pip install expecttest), which torch's samples import. Of every op of torch
 (default: all, some 20 minutes), in float64:
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # support/
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))  # support/
 
 from support.graphs.ops import SingleOp, check_typings, mesh_of
 
