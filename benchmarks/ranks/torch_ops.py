@@ -164,9 +164,8 @@ def kernels(info: Any, samples: Sequence[Any]) -> list[tuple[str, Arguments]]:
 
 def _is_fit(target: str, tensors: Sequence[Tensor]) -> bool:
     is_wide = all(x.dtype not in (torch.float32, torch.bfloat16, torch.complex32) for x in tensors)
-    is_finite = all(bool(torch.isfinite(x).all()) for x in tensors if not x.is_sparse)
-    is_known = not any(name in target for name in OTHERWISE)
-    return is_wide and is_finite and is_known and all(x.numel() <= LARGEST for x in tensors)
+    is_dense = all(x.layout is torch.strided and x.numel() <= LARGEST for x in tensors)
+    return is_wide and is_dense and not any(name in target for name in OTHERWISE)
 
 
 def wrong_rule(target: str, arguments: Arguments) -> tuple[int, str]:
@@ -175,6 +174,9 @@ def wrong_rule(target: str, arguments: Arguments) -> tuple[int, str]:
         args, kwargs = tree_map(_trained, arguments)
         op = SingleOp(target, *args, **kwargs)
         if op_labels(op.graph, op.graph.ops[0]) is None:
+            return 0, ""
+        _, outputs, gradients = op.on_one_rank
+        if not all(torch.isfinite(x).all() for x in (*op.tensors, *outputs, *gradients)):
             return 0, ""
     except TooLongError:
         raise

@@ -20,6 +20,7 @@ from meshfold.passes.region.parameter_tables import Prices
 from meshfold.passes.region.roles import AxisRole
 from meshfold.passes.region.search import RegionSolution, SearchTables, prepare_region
 from meshfold.passes.rules.joint import RuleTable, is_constant_op
+from meshfold.passes.rules.table import AxisRule
 
 
 @dataclass(frozen=True)
@@ -129,12 +130,46 @@ def _solve(
     outputs: Sequence[Sequence[Layout]],
     rules: RuleTable,
 ) -> RegionSolution:
-    problem = prepare_region(
-        graph, costs, tables, slot_layouts=slots, output_layouts=outputs, rules=rules
-    )
-    solution = problem.solve(Prices())
+    def solved(table: RuleTable) -> RegionSolution | None:
+        problem = prepare_region(
+            graph, costs, tables, slot_layouts=slots, output_layouts=outputs, rules=table
+        )
+        return problem.solve(Prices())
+
+    solution = solved(rules)
     assert solution is not None, "running everything Invariant is always possible"
+    if solution.slack_s > 0:
+        carried = solved(_carrying(graph, slots, rules))
+        if carried is not None and carried.objective_s < solution.objective_s:
+            least_s = solution.objective_s - solution.slack_s
+            solution = replace(carried, slack_s=max(0.0, carried.objective_s - least_s))
     return solution
+
+
+def _carrying(graph: OpGraph, slots: Sequence[Sequence[Layout]], rules: RuleTable) -> RuleTable:
+    """Of `rules` those that take what arrives as it is, shards and all, op by op; all of an op that
+    has none, and of those behind it. For regions that are too large to be solved exactly."""
+    types: list[SpmdType | None] = [
+        layouts[0][0] if len(layouts) == 1 and slot.kind is not SlotKind.PARAMETER else INVARIANT
+        for layouts, slot in zip(slots, graph.slots, strict=True)
+    ]
+    types += [None] * (len(graph.values) - len(types))
+    table: list[tuple[tuple[AxisRule, ...], ...]] = []
+    for op, (every, *others) in zip(graph.ops, rules, strict=True):
+        arrived = [types[v] for v in op.operands]
+        taken = [rule for rule in every if _takes(rule, arrived)]
+        best = max(taken, key=lambda rule: (rule.splits_work, not rule.comm), default=None)
+        for position, v in enumerate(op.outputs):
+            types[v] = best.outputs[position] if best else None
+        table.append(((best,) if best else every, *others))
+    return tuple(table)
+
+
+def _takes(rule: AxisRule, arrived: Sequence[SpmdType | None]) -> bool:
+    return all(
+        t is not None and (t == wanted if t.is_shard else not wanted.is_shard)
+        for t, wanted in zip(arrived, rule.inputs, strict=True)
+    )
 
 
 def _moves_batch(graph: OpGraph, solution: RegionSolution) -> bool:

@@ -4,8 +4,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from support.graphs.op_graphs import GraphBuilder, costs_on, folded_stack, mlp
 from support.models.hugging_face import BATCH, tiny_model
+from torch import Tensor, nn
 
 from meshfold.capture.pipeline import capture
 from meshfold.ir.mesh import Mesh, MeshAxis
@@ -97,6 +99,36 @@ def test_parameter_without_user_is_unsharded():
     unused = b.parameter(8, 8)
     graph = b.build(b.relu(x))
     assert stored_options(graph, unused, region_rules(graph, (2,)), 0) == [INVARIANT]
+
+
+class Dense(nn.Module):
+    """Each layer reads what all before it made, as in DenseNet."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(8 + 4 * k, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
+            for k in range(num_layers)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = [x]
+        for layer in self.layers:
+            found.append(layer(torch.cat(found, 1)))
+        return torch.cat(found, 1).mean()
+
+
+def test_the_batch_is_followed_through_what_is_too_large_to_be_solved_exactly():
+    folded = capture(Dense(24), {"x": torch.randn(4, 8, 3, 3)}).graph
+    _, costs, _ = costs_on(2, 1)
+    rules = [region_rules(region.graph, (2,)) for region in folded.regions]
+    found = follow_batch(folded, find_boundaries(folded), rules, costs, 4)
+    (solution,) = found.solutions
+    assert solution.slack_s < 0.5 * solution.objective_s
+    graph = folded.regions[0].graph
+    pairs = zip(graph.ops, solution.typing.ops, strict=True)
+    maps = [t.outputs[0][0] for op, t in pairs if len(graph.values[op.outputs[0]].shape) == 4]
+    assert maps == [Shard(0)] * 97 and solution.typing.outputs[-1] == (INVARIANT,)
 
 
 @pytest.mark.parametrize(
