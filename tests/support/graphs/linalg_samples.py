@@ -16,6 +16,13 @@ def _square(*batch: int, seed: int = 7) -> Tensor:
     return (x + torch.diag(torch.tensor([2.0, 3.0, 5.0]))).requires_grad_()
 
 
+def _shuffled(*batch: int) -> Tensor:
+    """The same with rows in an order of their own: what is pivoted differs."""
+    order = real(*batch, 3, grad=False, seed=5).argsort(-1)
+    x = _square(*batch).detach().take_along_dim(order.unsqueeze(-1), -2)
+    return x.requires_grad_()
+
+
 def _definite(*batch: int) -> Tensor:
     x = _square(*batch).detach()
     return (x @ x.mT).requires_grad_()
@@ -37,13 +44,13 @@ LINALG: tuple[Sample, ...] = (
     call("linalg_pinv.atol_rtol_tensor", _square(*_BATCH), atol=real(*_BATCH, grad=False) / 99),
     call("linalg_pinv.atol_rtol_float", real(*_BATCH, 4, 3), atol=1e-9),
     call("linalg_pinv.default", _square(*_BATCH), 1e-9),
-    call("_linalg_solve_ex.default", _square(*_BATCH), real(*_BATCH, 3, 2)),
-    call("_linalg_solve_ex.default", _square(*_BATCH), real(*_BATCH, 3)),
+    call("_linalg_solve_ex.default", _shuffled(*_BATCH), real(*_BATCH, 3, 2)),
+    call("_linalg_solve_ex.default", _shuffled(*_BATCH), real(*_BATCH, 3)),
     call("linalg_householder_product.default", *_reflections(*_BATCH)),
     call("linalg_matrix_exp.default", real(*_BATCH, 3, 3)),
     call("linalg_matrix_power.default", _square(*_BATCH), 3),
-    call("_linalg_det.default", _square(*_BATCH)),
-    call("_linalg_slogdet.default", _square(*_BATCH)),
+    call("_linalg_det.default", _shuffled(*_BATCH)),
+    call("_linalg_slogdet.default", _shuffled(*_BATCH)),
     call("linalg_qr.default", real(*_BATCH, 4, 3)),
     call("_linalg_svd.default", _square(*_BATCH)),
     call("_linalg_eigh.default", _definite(*_BATCH)),

@@ -51,9 +51,16 @@ UNREAD = {
 
 FLAT = {
     *(f"aten.{name}.default" for name in ("ceil", "floor", "round", "sgn", "sign", "trunc")),
+    "aten.round.decimals",
     "aten.fill.Scalar",
 }
 """Ops whose gradient is zero wherever there is one."""
+
+FLAT_OUTPUTS = {"aten._linalg_slogdet.default": 0}
+"""Result of an op through which no gradient goes: a sign."""
+
+ONE_NUMBER_OUTPUTS = {"aten._linalg_solve_ex.default": 3}
+"""Result of an op that is one number everywhere: what went wrong."""
 
 MADE = frozenset(f"aten.{name}.default" for name in ("zeros", "ones", "full"))
 """Ops that make one number from none."""
@@ -169,19 +176,24 @@ def _meaning(op: SingleOp, types: Types) -> tuple[object, ...]:
     passes = passes and not _rounds(op)
     found: list[object] = []
     for k, (value, t) in enumerate(zip(values, types, strict=True)):
-        if t == REPLICATE and not (value.requires_grad and passes):
+        is_flat = FLAT_OUTPUTS.get(op.target) == k - num_inputs
+        if t == REPLICATE and (is_flat or not (value.requires_grad and passes)):
             t = INVARIANT
         if k < num_inputs and UNREAD.get(op.target) == k:
             # dispatch and combine do not read the shape either.
             shape = local_shape(value.shape, (t,), (SIZE,))
             found.append(None if op.target in DISPATCH_OPS else shape)
-        elif k >= num_inputs and t.is_shard and op.target in ONE_NUMBER:
+        elif k >= num_inputs and t.is_shard and _is_one_number(op, k - num_inputs):
             found.append(replace(t, blocks=1))
         elif k >= num_inputs and t == PARTIAL and (op.target in ZEROS or 0 in value.shape):
             found.append(INVARIANT)
         else:
             found.append(t)
     return tuple(found)
+
+
+def _is_one_number(op: SingleOp, result: int) -> bool:
+    return op.target in ONE_NUMBER or ONE_NUMBER_OUTPUTS.get(op.target) == result
 
 
 def _rounds(op: SingleOp) -> bool:

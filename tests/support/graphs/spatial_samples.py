@@ -3,10 +3,10 @@
 import torch
 
 from support.graphs.calls import Sample, call
-from support.graphs.tensors import real, steps
+from support.graphs.tensors import real, steps, whole
 
-_CORNERS = torch.tensor([[0, 2], [9, 15]])
-"""Places in an image of 4 rows of 4."""
+_PLACES = torch.tensor([[0, 2], [8, 10]]) + torch.tensor([0, 1, 4, 5])[whole(4, 4, 12, 2, 2)]
+"""In images of 4 rows of 4, one in each quarter."""
 
 SPATIAL: tuple[Sample, ...] = (
     call("max_pool1d.default", real(12, 12, 6), [2]),
@@ -35,10 +35,10 @@ SPATIAL: tuple[Sample, ...] = (
     call("upsample_bicubic2d.vec", real(4, 12, 3, 3), [5, 5], False, None),
     call("_upsample_bilinear2d_aa.vec", real(4, 12, 6, 6), [4, 3], False, None),
     call("_upsample_bicubic2d_aa.vec", real(4, 12, 6, 6), [4, 3], False, None),
-    call("max_unpool2d.default", real(4, 12, 2, 2), _CORNERS.expand(4, 12, 2, 2), [4, 4]),
+    call("max_unpool2d.default", real(4, 12, 2, 2), _PLACES, [4, 4]),
     call(
         "max_unpool3d.default",
-        *(real(4, 12, 2, 1, 1), torch.tensor([[[3]], [[4]]]).expand(4, 12, 2, 1, 1)),
+        *(real(4, 12, 2, 1, 1), torch.tensor([[[0]], [[4]]]) + whole(4, 4, 12, 2, 1, 1)),
         *([2, 2, 2], [1, 2, 2], [0, 0, 0]),
     ),
     call("channel_shuffle.default", real(4, 12, 4), 3),
