@@ -51,6 +51,10 @@ class Parameters:
     def takes(self, name: str) -> bool:
         return name in self.names or self.takes_any or self._is_rest(name)
 
+    def rest_names(self, count: int) -> tuple[str, ...]:
+        """What so many arguments that go to *args are called."""
+        return tuple(f"{self.rest}_{k}" for k in range(count))
+
     def rest_of(self, names: Iterable[str]) -> tuple[str, ...]:
         """Names of what goes to *args, in its order."""
         return tuple(sorted(filter(self._is_rest, names), key=lambda n: int(n.split("_")[-1])))
@@ -149,7 +153,8 @@ def check_arguments(
         raise OptionError(
             f"{name} takes no argument {unknown[0]!r}; it takes {', '.join(takes.names)}"
         )
-    missing = [n for n in takes.needed if n not in arguments]
+    rest = takes.rest_names(len(takes.rest_of(arguments)))
+    missing = [n for n in (*takes.needed, *rest) if n not in arguments]
     if missing:
         raise OptionError(
             f"{name} needs {', '.join(missing)}, which the example inputs do not have; they have "

@@ -63,7 +63,7 @@ class CallArguments:
         if self.takes.rest is None:
             return (*self.takes.names, *self.behind)
         num_rest = max(0, num_positional - len(self.takes.before_rest))
-        return (*self.takes.before_rest, *(f"{self.takes.rest}_{k}" for k in range(num_rest)))
+        return (*self.takes.before_rest, *self.takes.rest_names(num_rest))
 
     def _is_default(self, name: str, value: Any) -> bool:
         if name in self.constants or name not in self.takes.defaults or _has_tensor(value):

@@ -76,6 +76,11 @@ def test_a_model_gets_by_position_what_has_no_name_there(
     assert call_model(Listed(), batch) == expected
 
 
+def test_no_argument_by_position_is_left_out() -> None:
+    with pytest.raises(OptionError, match="Listed needs more_0, which the example inputs do not"):
+        check_arguments(Listed(), {"x": X, "y": X, "more_1": X})
+
+
 def test_a_model_that_takes_anything_gets_what_the_loss_function_does_not_name() -> None:
     returned = call_model(Open(), {"x": X, "labels": T}, lambda out, labels: labels.sum())
     assert returned.outputs == ["x"]
