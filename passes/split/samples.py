@@ -7,6 +7,7 @@ of a region, passes/split/micro_chunks.py) reads here which dim of every value i
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from meshfold.cost_models.op_costs.compute import Work
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.cluster import ClusterSpec
 from meshfold.ir.mesh import Mesh, MeshAxis
@@ -14,6 +15,7 @@ from meshfold.ir.op_graph import Dependence, FoldedGraph, OpGraph
 from meshfold.ir.spmd import PARTIAL, Layout
 from meshfold.ir.strategy import RegionTyping
 from meshfold.passes.graph.boundaries import Boundaries, find_boundaries
+from meshfold.passes.graph.without_dropout import exact
 from meshfold.passes.region.data_parallel import follow_batch
 from meshfold.passes.region.roles import UNDONE_SHARD_S
 from meshfold.passes.rules.table import region_rules
@@ -32,6 +34,11 @@ WHOLE_S = 1e-3 * UNDONE_SHARD_S
 comes from parameters meets the batch, the batch stays sharded."""
 
 
+COMPUTE_SHARE = 1e-9
+"""Of an op's seconds counts: a step of less than a million seconds is less than one value of the
+full batch. Of ways that ask for as little, the one that computes least is left."""
+
+
 @dataclass(frozen=True)
 class _FreeAxis(CostModel):
     """Prices on an axis whose ranks are moments in time: as many as there are samples. None can
@@ -44,6 +51,13 @@ class _FreeAxis(CostModel):
     def collective_s(self, kind: str, num_bytes: float, axes: Iterable[int]) -> float:
         """More than any op on one sample takes, and more than any other way at all."""
         return UNDONE_SHARD_S if kind == "all_to_all" else WHOLE_S
+
+    def op_s(
+        self, work: Work, dtype: str, work_shards: float = 1.0, share: float = 1.0
+    ) -> tuple[float, float]:
+        """A share of what an op takes."""
+        forward_s, backward_s = super().op_s(work, dtype, work_shards, share)
+        return COMPUTE_SHARE * forward_s, COMPUTE_SHARE * backward_s
 
 
 @dataclass(frozen=True)
@@ -66,6 +80,7 @@ def follow_samples(
     whatever the number of microbatches. whole: boundary classes that are not split; sums: see
     follow_batch."""
     mesh = Mesh((MeshAxis("microbatch", batch_size),))
+    folded = exact(folded)  # a plan for one precision is run in another one where it is verified
     boundaries = find_boundaries(folded)
     rules = [region_rules(region.graph, mesh.sizes) for region in folded.regions]
     costs = _FreeAxis(cluster, mesh)
