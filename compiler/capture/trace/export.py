@@ -183,6 +183,8 @@ class _Traced(nn.Module):
         before, buffers = plain_state(self.model), Buffers(self.model)
         held = HeldState(self.model)
         with (
+            # Here too: torch prints the whole graph so far where it meets a data-dependent error.
+            explain_failure(self.watch),
             self.watch,
             self.watch.gradients.route.traced(),
             functional_gradients(),

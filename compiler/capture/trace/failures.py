@@ -85,12 +85,23 @@ def _repair(reason: str, error: Exception) -> str:
             "traced; pass it in example_inputs (an attention_mask, say), or run the model once "
             "without meshfold to see whether it works at all"
         )
-    return (
-        "write it with ops of fixed shape, or keep it out of the model (a loss can be computed "
-        "from the logits)"
-    )
+    if _raised_by_model(error):
+        return f"see whether the model runs on example_inputs without meshfold; if so, {_REWRITE}"
+    return _REWRITE
 
 
+def _raised_by_model(error: Exception) -> bool:
+    """Whether the line that raised is one of the model or its library, as where a size of the
+    inputs is not what it takes."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    package = frame.f_globals.get("__name__", "").partition(".")[0]
+    return package not in ("torch", "meshfold")
+
+
+_REWRITE = (
+    "write it with ops of fixed shape, or keep it out of the model (a loss can be computed from "
+    "the logits)"
+)
 _IN_A_TRANSFORM = "it takes a gradient inside of another transform"
 _MATCHING = "linear_sum_assignment"
 """The function of scipy that finds the cheapest matching."""

@@ -29,6 +29,25 @@ def test_what_is_missing_where_it_is_traced_is_asked_for() -> None:
     assert "test_refusals.py" in e.value.source
 
 
+class Cropped(nn.Module):
+    """Reads numbers that it draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = torch.log(torch.tensor((0.5, 2.0)))
+        return (self.linear(x) * torch.empty(1).uniform_(scale[0], scale[1]).exp().item()).sum()
+
+
+def test_a_refusal_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    """torch prints all of the graph that it has so far where a number depends on values."""
+    with pytest.raises(CaptureError, match="uniform_ gives a shape or a number that depends on"):
+        capture(Cropped(), X)
+    assert capfd.readouterr() == ("", "")
+
+
 class Router(nn.Module):
     """Casts a part of itself to `dtype` while it runs."""
 

@@ -38,7 +38,18 @@ def _watch(failed: str = "", asked: str = "") -> Any:
 )
 def test_failures_are_explained(error: str, failed: str, asked: str, text: str) -> None:
     with pytest.raises(CaptureError, match=text), explain_failure(_watch(failed, asked)):
-        raise RuntimeError(error)
+        _raise_in_torch(RuntimeError(error))
+
+
+def _raise_in_torch(error: Exception) -> None:
+    exec("def fail(error):\n    raise error", found := {"__name__": "torch.functional"})
+    found["fail"](error)  # type: ignore[operator]
+
+
+def test_what_a_model_raises_itself_may_be_its_inputs() -> None:
+    text = "odd; see whether the model runs on example_inputs without meshfold; if so, write it"
+    with pytest.raises(CaptureError, match=text), explain_failure(_watch()):
+        raise ValueError("odd")
 
 
 @pytest.mark.parametrize("error", [CaptureError("x"), RetraceError("x"), NextStepError()])
