@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshfold.capture.dedup.contents import content_of
 from meshfold.codegen.program.emitted import EmittedProgram
 from meshfold.distributed.rank_mesh import RankMesh
 from meshfold.errors import OptionError
@@ -43,6 +44,9 @@ class BatchReader:
         self.mesh = mesh
         self.casts = casts
         self.fixed = fixed
+        self._contents = {
+            name: content_of(x) for name, x in fixed.items() if not isinstance(x, Tensor)
+        }
         self.infos = {info.name: info for info in programs[0].folded.inputs}
         names = mesh.mesh.names
         self.axis = names.index(DATA_AXIS) if DATA_AXIS in names else -1
@@ -108,7 +112,8 @@ class BatchReader:
         with."""
         known = self.fixed.get(name, _NOTHING)
         if not isinstance(known, Tensor) or not isinstance(value, Tensor):
-            return not isinstance(value, Tensor) and _is_equal(known, value)
+            is_tensor = isinstance(known, Tensor) or isinstance(value, Tensor)
+            return not is_tensor and self._contents.get(name, _NOTHING) == content_of(value)
         rows, ranks = len(known) if known.dim() else 0, 1
         if self.axis >= 0:
             ranks = self.mesh.mesh.sizes[self.axis]
@@ -235,13 +240,6 @@ class LocalBatch:
         self._tensors[name] = self._mesh.wait(local_inputs)
         self._is_local[name] = False
         return shard_of(self._tensors[name], layout, sizes, coords)
-
-
-def _is_equal(known: Any, value: Any) -> bool:
-    try:
-        return bool(known == value)
-    except ValueError:  # of arrays, number by number
-        return False
 
 
 def _shown(value: Any) -> str:

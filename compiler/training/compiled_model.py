@@ -33,6 +33,7 @@ from meshfold.training.calls.agreement import NUM_COMPARED, StepAgreement
 from meshfold.training.calls.batch_sizes import OtherSizes, ProgramForm, form_of
 from meshfold.training.calls.call_arguments import CallArguments, in_order
 from meshfold.training.calls.captured_mode import CapturedMode
+from meshfold.training.calls.captured_settings import CapturedSettings
 from meshfold.training.calls.other_calls import Calls
 from meshfold.training.calls.step_results import check_gradient, check_loss, step_result
 from meshfold.training.module_tree import BoundTensors, canonical_names, copied, register_shards
@@ -49,8 +50,8 @@ from meshfold.training.shards.state_dict import StateExchange
 from meshfold.training.use_symmetric_memory import share_memory
 
 _SHARED = (
-    "plan program rank_mesh _canonical _bound _modes _arguments _local_tensors _states _form "
-    "_calls _agreement _sharded".split()
+    "plan program rank_mesh _canonical _bound _modes _settings _arguments _local_tensors _states "
+    "_form _calls _agreement _sharded".split()
 )
 """Attributes that copies have in common."""
 
@@ -111,6 +112,7 @@ class CompiledModel(ShardedModel):
         self._adopt(model, initial_shards(model, program, self._states, rank_mesh, plan.seed))
         self._bound = BoundTensors.of(self, self._canonical)
         self._guard()
+        self._settings = CapturedSettings(model)
 
     @property
     def data_rank(self) -> int:
@@ -226,6 +228,7 @@ class CompiledModel(ShardedModel):
         if self._agreement is not None:
             does = call + self._unlike_compiled()
             self._agreement.check_call(does, batch, self.num_forwards, self.training)
+        self._settings.check()
         form = self._calls.form(batch, call, self.training)
         if self._agreement is not None:
             self._agreement.check_contents(batch, self._form.reader.local_inputs)
@@ -235,6 +238,8 @@ class CompiledModel(ShardedModel):
         """What other ranks are to hear of tensors that are not as compiled; "" if all are."""
         if self._bound.change(self):
             return " with other tensors than it was compiled for"
+        if self._settings.change():
+            return " with other settings of the model than it was captured with"
         return self._modes.thawed_text(self._bound.by_name(self.named_parameters()))
 
     def _run(
@@ -251,6 +256,12 @@ class CompiledModel(ShardedModel):
         self._modes.check_trained(parameters)
         rng = self.plan.seed, self._next_step(timeout_s)
         return run_step(runner, self.host_side, parameters, buffers, inputs, rng=rng)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Raises OptionError for a setting of the model, which a program holds as a constant."""
+        if "_settings" in vars(self):
+            self._settings.refuse_set(name)
+        super().__setattr__(name, value)
 
     def train(self, mode: bool = True) -> "CompiledModel":
         """Switch dropout on or off. Raises OptionError where the captured program cannot follow."""

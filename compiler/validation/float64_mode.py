@@ -22,8 +22,9 @@ def in_float64(model: nn.Module) -> nn.Module:
     """`model` itself, its parameters and buffers in float64, or complex128."""
     model.double()
     for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            if parameter.is_complex():
+        # Not module.parameters(), which a class may have replaced by one without arguments.
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.is_complex():
                 parameter.data = parameter.data.to(torch.complex128)
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_complex():

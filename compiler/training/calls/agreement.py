@@ -10,6 +10,7 @@ so nothing waits for a device.
 """
 
 import hashlib
+import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -131,7 +132,7 @@ class StepAgreement:
     def check_call(self, call: str, batch: Mapping[str, Any], number: int, training: bool) -> None:
         """Compares what is called and the shapes and dtypes of forward number `number`. Raises
         RanksDifferError on all ranks."""
-        text = _call_text(call, batch, training)
+        text = text_of_call(call, batch, training)
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
         own = torch.tensor([digest, number])
         with self._waits():
@@ -195,9 +196,16 @@ def _other_rows(name: str, rank: int, other: int, data_rank: int | None) -> str:
     )
 
 
-def _call_text(call: str, batch: Mapping[str, Any], training: bool) -> str:
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+"""Of an object that says no more of itself: each process has it somewhere else."""
+
+
+def text_of_call(call: str, batch: Mapping[str, Any], training: bool) -> str:
+    """What a rank does next, the same text on ranks that do the same."""
     arguments = (
-        f"{name} {dtype_name(x.dtype)}{list(x.shape)}" if isinstance(x, Tensor) else f"{name}={x!r}"
+        f"{name} {dtype_name(x.dtype)}{list(x.shape)}"
+        if isinstance(x, Tensor)
+        else f"{name}={_ADDRESS.sub('', repr(x))}"
         for name, x in sorted(named_leaves(dict(batch)))
     )
     grad = "" if torch.is_grad_enabled() else " without gradients"

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from meshfold.capture.dedup.contents import content_of
 from meshfold.capture.trace.loss_function import Parameters, parameters_of
 from meshfold.errors import OptionError
 from meshfold.torch_compat.pytree import named_leaves
@@ -69,7 +70,7 @@ class CallArguments:
         if name in self.constants or name not in self.takes.defaults or _has_tensor(value):
             return False
         default = self.takes.defaults[name]
-        return value is default or (type(value) is type(default) and value == default)
+        return value is default or content_of(value) == content_of(default)
 
     def missing(self, given: Mapping[str, Any]) -> list[str]:
         """Arguments without a default that are not there."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from meshfold.capture.dedup.contents import content_of
 from meshfold.capture.pipeline import Captured, capture
 from meshfold.codegen.emit.check_program import check_program
 from meshfold.codegen.emit.pipeline import EmittedPipeline
@@ -71,8 +72,8 @@ def _read_buffers(program: EmittedProgram | EmittedPipeline) -> set[str]:
 
 
 def _plain(value: Any) -> Any:
-    """What the values of a fixed input are, in full."""
-    return value.tolist() if isinstance(value, torch.Tensor) else value
+    """What a fixed input or another argument holds, in full."""
+    return repr(value.tolist()) if isinstance(value, torch.Tensor) else content_of(value)
 
 
 def _paths(inputs: Mapping[str, Any]) -> set[str]:
@@ -113,7 +114,7 @@ class Calls:
     ) -> ProgramForm:
         shapes = self._first.reader.global_shapes(batch)
         inputs = with_shapes(self._with_constants(batch), shapes)
-        rest = repr(sorted((k, _plain(v)) for k, v in inputs.items() if k not in shapes))
+        rest = frozenset((k, _plain(v)) for k, v in named_leaves(inputs) if k not in shapes)
         key = training, has_loss, tuple(sorted(shapes.items())), rest
         if key not in self._forms:
             self._forms[key] = self._new_form(inputs, training, has_loss)

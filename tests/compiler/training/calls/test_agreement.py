@@ -14,7 +14,7 @@ from meshfold.api import plan_captured
 from meshfold.capture.pipeline import capture
 from meshfold.ir.options import CompileOptions
 from meshfold.plan_file.io import plan_to_json
-from meshfold.training.calls.agreement import checksum
+from meshfold.training.calls.agreement import checksum, text_of_call
 
 LINES = {
     "seeds": "RanksDifferError: the initial values of up.weight on rank 3 are not those on rank 0",
@@ -33,6 +33,14 @@ LINES = {
 }
 OWN = {"planning": "OptionError", "user error": "CaptureError"}
 """What the odd rank raises itself."""
+
+
+def test_objects_are_compared_without_their_addresses() -> None:
+    class Config:
+        pass
+
+    texts = [text_of_call("forward", {"x": torch.ones(2), "c": Config()}, True) for _ in range(2)]
+    assert texts[0] == texts[1] and texts[0].startswith("forward in train mode of c=<")
 
 
 @pytest.mark.multiprocess

@@ -1,6 +1,10 @@
 """Programs for other arguments and modes, on one device; on several see
 tests/features/capture/test_returns.py."""
 
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -135,3 +139,52 @@ def test_a_model_that_cannot_run_so_says_why() -> None:
     made = meshfold.compile(Needing(), ONE, (x, x))
     with pytest.raises(CaptureError, match="cannot be captured"), torch.no_grad():
         made(x)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, config: Any, factors: Any = None) -> Tensor:
+        factor = 1.0 if factors is None else float(factors[1000])
+        return (self.linear(x) * config.scale * factor).sum()
+
+
+def test_an_argument_that_was_changed_in_place_is_another_one() -> None:
+    model, x, config = Scaled(), torch.ones(2, 4), SimpleNamespace(scale=2.0)
+    made = meshfold.compile(model, ONE, {"x": x, "config": config})
+    assert torch.equal(made(x, config), model(x, config))
+    assert torch.equal(made(x, SimpleNamespace(scale=2.0)), model(x, config))
+    config.scale = 3.0
+    with pytest.raises(OptionError, match="argument config=namespace.* was not captured with this"):
+        made(x, config)
+    factors = np.ones(2001)  # whose text leaves out what is in the middle
+    with torch.no_grad():
+        for change in (lambda: None, lambda: setattr(config, "scale", 4.0)):
+            change()
+            assert torch.equal(made(x, config), model(x, config))
+        for factor in (2.0, 5.0):
+            factors[1000] = factor
+            assert torch.equal(made(x, config, factors), model(x, config, factors))
+    config.scale = 2.0
+    with pytest.raises(OptionError, match="argument factors=array.* was not captured"):
+        made(x, config, factors)
+
+
+class Unequal:
+    """Has no truth value where it is compared."""
+
+    scale = 2.0
+
+    def __eq__(self, other: object) -> Any:
+        return np.array([True, False])
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("config", [Unequal(), SimpleNamespace(scale=float("nan"))])
+def test_an_argument_that_does_not_equal_itself_is_as_captured(config: Any) -> None:
+    x = torch.ones(2, 4)
+    made = meshfold.compile(Scaled(), ONE, {"x": x, "config": config, "factors": np.ones(2001)})
+    made(x, config, np.ones(2001))
