@@ -24,7 +24,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 2 \
   --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 STRICT := --config-settings editable_mode=strict
 
-.PHONY: demo test slow accuracy lint format schema readme install clean
+.PHONY: demo test slow seconds accuracy lint format schema readme install clean
 .DEFAULT_GOAL := test
 
 demo: install
@@ -33,6 +33,10 @@ demo: install
 test: lint
 	@echo "== tests"
 	@$(PYTEST) -m "not gpu and not slow"
+
+# What long tests take, which decides whose turn it is: tests/support/sampling.py.
+seconds: install
+	@$(PYTEST) -m "not gpu and not slow" --write-seconds
 
 slow: install
 	@echo "== slow tests"

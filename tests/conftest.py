@@ -8,7 +8,14 @@ import pytest
 from hypothesis import settings
 from support.processes.pool import Pools
 from support.readme import MANY_CORES
-from support.sampling import commit_number, not_their_turn, seconds_of, unsampled
+from support.sampling import (
+    commit_number,
+    in_turns,
+    not_their_turn,
+    seconds_of,
+    unsampled,
+    write_seconds,
+)
 
 from meshfold.cost_models.hardware import shared_cores
 
@@ -25,6 +32,34 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--exhaustive", action="store_true", help="Tests that take a sample run all of it."
     )
+    parser.addoption(
+        "--write-seconds", action="store_true", help="Long tests all run, and seconds.json is made."
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure tests where that was asked for."""
+    if config.getoption("write_seconds") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Seconds())
+
+
+class Seconds:
+    """What tests take, of the controller of workers."""
+
+    def __init__(self) -> None:
+        self.by_case: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Add up the setup, the call and the teardown."""
+        self.by_case[report.nodeid.partition("@")[0]] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        """Write the means."""
+        by_test: dict[str, list[float]] = {}
+        for case, seconds in self.by_case.items():
+            by_test.setdefault(case.partition("[")[0], []).append(seconds)
+        write_seconds(by_test)
 
 
 @pytest.fixture(scope="session")
@@ -52,6 +87,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """What runs by default; under `-n`, what one worker runs, and what starts first."""
     if not config.getoption("exhaustive"):
         left = unsampled(items) | not_their_turn(items, commit_number())
+        if is_whole_run(config.args) and not config.getoption("write_seconds"):
+            left |= in_turns([item for item in items if item not in left], commit_number())
         left -= {item for item in items if any(a.endswith(item.nodeid) for a in config.args)}
         config.hook.pytest_deselected(items=list(left))
         items[:] = [item for item in items if item not in left]
@@ -66,6 +103,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item, group in groups.items():
         if not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(group))
+
+
+def is_whole_run(args: list[str]) -> bool:
+    """Whether the folder of all tests is run, and no part of it was asked for."""
+    return [arg.rstrip("/").rpartition("/")[2] for arg in args] == ["tests"]
 
 
 def _group(item: pytest.Item) -> str:

@@ -15,19 +15,27 @@ same on every worker and in every run.
 A quarter of the slow cases runs, which one is in the commit's name: a failure is there again in the
 next run of the same code, and other cases run after the next commit. A case that is named in full
 on the command line always runs.
+
+Of a run of all tests that are not slow, a quarter of the long ones runs in the same way, those of
+LONG_S or more by seconds.json, which `make seconds` writes: the whole run is to take some minutes.
 """
 
+import json
 import subprocess
 import zlib
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from functools import cache
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 
 from support.tables import ROOT
 
 Case = Mapping[str, Hashable]
+SECONDS = Path(__file__).parent / "seconds.json"
+LONG_S, TURNS = 1.5, 4
 
 
 def unsampled(items: Sequence[pytest.Item]) -> set[pytest.Item]:
@@ -56,6 +64,29 @@ def not_their_turn(items: Sequence[pytest.Item], commit: int) -> set[pytest.Item
         slow.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
         left |= {item for k, item in enumerate(slow) if k % parts != commit % parts}
     return left
+
+
+def in_turns(items: Sequence[pytest.Item], commit: int) -> set[pytest.Item]:
+    """Long tests, of those that are not slow, that other commits run."""
+    long = [i for i in items if not i.get_closest_marker("slow") and seconds_of(i) >= LONG_S]
+    long.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+    return {item for k, item in enumerate(long) if k % TURNS != commit % TURNS}
+
+
+@cache
+def measured_seconds() -> Mapping[str, float]:
+    """Mean seconds of a case, by test without its parameters; of long ones only."""
+    found: dict[str, float] = json.loads(SECONDS.read_text(encoding="utf-8"))
+    return found
+
+
+def write_seconds(measured: Mapping[str, Sequence[float]]) -> None:
+    """Keep what tests took: the means of cases, in half seconds, since less is noise."""
+    means = {name: round(2 * sum(s) / len(s)) / 2 for name, s in sorted(measured.items())}
+    text = json.dumps({name: s for name, s in means.items() if s >= LONG_S}, indent=1)
+    new = SECONDS.with_suffix(".new")
+    new.write_text(text + "\n", encoding="utf-8")
+    new.replace(SECONDS)
 
 
 def commit_number() -> int:
@@ -95,7 +126,7 @@ def seconds_of(item: pytest.Item) -> float:
     """About what a test takes, for an order alone: its mark `slow` may say it."""
     if slow := item.get_closest_marker("slow"):
         return float(slow.args[0]) if slow.args else 4.0
-    return 2.0 if item.get_closest_marker("multiprocess") else 0.1
+    return measured_seconds().get(item.nodeid.partition("[")[0], 0.1)
 
 
 def sample(cases: Sequence[Case], times: int, kept: Sequence[int] = ()) -> set[int]:
