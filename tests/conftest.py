@@ -11,6 +11,7 @@ from support.readme import MANY_CORES
 from support.sampling import (
     commit_number,
     in_turns,
+    is_whole_run,
     not_their_turn,
     seconds_of,
     unsampled,
@@ -103,11 +104,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item, group in groups.items():
         if not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(group))
-
-
-def is_whole_run(args: list[str]) -> bool:
-    """Whether the folder of all tests is run, and no part of it was asked for."""
-    return [arg.rstrip("/").rpartition("/")[2] for arg in args] == ["tests"]
 
 
 def _group(item: pytest.Item) -> str:

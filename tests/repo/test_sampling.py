@@ -1,12 +1,24 @@
 """Samples of matrices of cases: what every value of a parameter meets."""
 
+import json
 from collections import Counter
 from itertools import combinations, product
 from pathlib import Path
 
 import pytest
 from support import sampling
-from support.sampling import Case, not_their_turn, sample
+from support.sampling import (
+    LONG_S,
+    TURNS,
+    Case,
+    in_turns,
+    is_whole_run,
+    measured_seconds,
+    not_their_turn,
+    sample,
+    write_seconds,
+)
+from support.tables import ROOT
 
 pytest_plugins = ["pytester"]
 SIZES = {"family": 6, "pins": 13, "mode": 2, "parts": 3}
@@ -73,3 +85,44 @@ def test_without_a_repository_it_is_the_first_turn(
 ) -> None:
     monkeypatch.setattr(sampling, "ROOT", tmp_path)
     assert sampling.commit_number() == 0
+
+
+def test_long_tests_take_turns(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytester.makeini("[pytest]\nmarkers =\n slow\n rotated")
+    items = pytester.getitems(DRAWS)
+    monkeypatch.setattr(
+        sampling, "seconds_of", lambda item: LONG_S if "test_draw" in item.nodeid else 0.1
+    )
+    quick = {i.name for i in items if not i.get_closest_marker("slow")}
+    turns = [quick - {i.name for i in in_turns(items, k)} for k in range(TURNS)]
+    assert set.intersection(*turns) == {"test_other"}
+    assert set.union(*turns) == quick
+
+
+@pytest.mark.parametrize(
+    ("args", "is_whole"),
+    [(["tests"], True), (["/at/tests/"], True), (["tests/repo"], False), (["tests", "x"], False)],
+)
+def test_what_is_asked_for_runs_in_full(args: list[str], is_whole: bool) -> None:
+    assert is_whole_run(args) == is_whole
+
+
+def test_seconds_are_means_of_long_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "SECONDS", tmp_path / "seconds.json")
+    write_seconds({"b": [1.0, 3.1], "a": [1.4], "c": [1.3, 1.1], "d": [9.9]})
+    assert json.loads((tmp_path / "seconds.json").read_text()) == {"a": 1.5, "b": 2.0, "d": 10.0}
+    assert [path.name for path in tmp_path.iterdir()] == ["seconds.json"]
+
+
+def test_measured_tests_are_there() -> None:
+    """One that was renamed is to be measured again."""
+    gone = [
+        name
+        for name in measured_seconds()
+        if f"def {name.rpartition('::')[2]}(" not in _text(ROOT / name.partition("::")[0])
+    ]
+    assert not gone, f"not there any more: {gone}; run make seconds"
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""

@@ -66,6 +66,11 @@ def not_their_turn(items: Sequence[pytest.Item], commit: int) -> set[pytest.Item
     return left
 
 
+def is_whole_run(args: Sequence[str]) -> bool:
+    """Whether the folder of all tests is run, and no part of it was asked for."""
+    return [arg.rstrip("/").rpartition("/")[2] for arg in args] == ["tests"]
+
+
 def in_turns(items: Sequence[pytest.Item], commit: int) -> set[pytest.Item]:
     """Long tests, of those that are not slow, that other commits run."""
     long = [i for i in items if not i.get_closest_marker("slow") and seconds_of(i) >= LONG_S]
