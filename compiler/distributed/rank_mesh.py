@@ -223,7 +223,14 @@ class ProcessMesh(RankMesh):
 
     def start_all_gather(self, x: Tensor, axes: Axes) -> Tensor:
         group = self._groups[axes]
-        in_flight = _functional.all_gather_into_tensor(x, group.size(), group.group_name)
+        rows = torch.view_as_real(x) if x.is_complex() else x
+        whole = rows.new_empty((group.size() * rows.shape[0], *rows.shape[1:]))
+        # Without `out` several of them in flight corrupt the heap under gloo (torch 2.13). This one
+        # takes no complex numbers.
+        in_flight = _functional.all_gather_into_tensor_out(
+            rows, group.size(), group.group_name, out=whole
+        )
+        in_flight = torch.view_as_complex(in_flight) if x.is_complex() else in_flight
         return self._started("all_gather", axes, in_flight)
 
     def start_reduce_scatter(self, x: Tensor, axes: Axes) -> Tensor:
@@ -237,7 +244,7 @@ class ProcessMesh(RankMesh):
 
     def start_exchange(self, x: Tensor, axes: Axes, sent: list[int], received: list[int]) -> Tensor:
         name = self._groups[axes].group_name
-        # Of the collectives this one alone takes no complex numbers.
+        # Nor does this one.
         rows = torch.view_as_real(x) if x.is_complex() else x
         in_flight = _functional.all_to_all_single(rows, received, sent, name)
         in_flight = torch.view_as_complex(in_flight) if x.is_complex() else in_flight

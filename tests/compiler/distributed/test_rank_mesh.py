@@ -54,6 +54,14 @@ def test_conversions(pools: Pools) -> None:
         assert_close(put_together(gradients, shape, gradient_layout(source), mesh), cotangent)
 
 
+@pytest.mark.parametrize("kind", ["all_gather", "all_reduce", "reduce_scatter", "all_to_all"])
+def test_many_may_be_in_flight(kind: str) -> None:
+    """torch's all_gather_into_tensor without `out` ends a process here, within a second or two."""
+    with contextlib.closing(Pool(2)) as pool:
+        many = "support.processes.collectives:many_in_flight"
+        assert pool.run(many, mesh_of(2), kind, 2000, 4) == [0, 0]
+
+
 def test_a_mesh_of_another_size_than_the_job_is_refused(pools: Pools) -> None:
     for message in pools.run(2, "support.processes.collectives:wrong_size"):
         assert message == "the mesh one rank has 1 ranks, the job 2"

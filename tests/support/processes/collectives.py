@@ -68,3 +68,17 @@ def wrong_size() -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def many_in_flight(mesh: Mesh, kind: str, rounds: int, at_once: int) -> int:
+    """How often what was brought was wrong."""
+    ranks = process_mesh(mesh, CPU)
+    (axis, *_) = mesh.names
+    size, num_wrong = ranks.size((axis,)), 0
+    for k in range(rounds):
+        sent = [torch.full((size, 3, 5), float(k + n)) for n in range(at_once)]
+        started = [getattr(ranks, f"start_{kind}")(x, (axis,)) for x in sent]
+        for x, in_flight in zip(sent, started, strict=True):
+            factor = size if "reduce" in kind else 1  # all ranks send the same
+            num_wrong += bool((ranks.wait(in_flight) != factor * x[0, 0, 0]).any())
+    return num_wrong
