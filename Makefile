@@ -1,8 +1,8 @@
 # Two commands need nothing but make, git and Python 3.11 or newer:
 #
 #   make demo    plan a model, train it on four local processes, compare with one process
-#   make test    lint, format, strict types, then every test but the slow ones
-#   make slow    the slow tests: every model family, whole scripts; some 20 minutes
+#   make test    lint, format, strict types, then the tests but the slow ones
+#   make slow    the slow tests: every model family, whole scripts; some 40 minutes
 #
 # Both make .venv first. To use another interpreter: make demo PYTHON=python3.12
 
