@@ -259,7 +259,7 @@ class CompiledModel(ShardedModel):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Raises OptionError for a setting of the model, which a program holds as a constant."""
-        if "_settings" in vars(self):
+        if "_settings" in vars(self) and name not in vars(self):
             self._settings.refuse_set(name)
         super().__setattr__(name, value)
 

@@ -1,4 +1,4 @@
-"""Which attributes the forward of a model reads, by what its code says.
+"""Which attributes and globals the forward of a model reads, by what its code says.
 
 Code is followed from `forward` and hooks to the methods, properties and functions that it names, in
 torch's modules and the user's and their libraries', not in torch's functions. So a name is found
@@ -6,15 +6,17 @@ that any of it may read; names made at run time are not.
 """
 
 import dis
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import nn
 
-_WRITTEN = ("STORE_ATTR", "DELETE_ATTR")
+_OF_FILE = ("LOAD_GLOBAL", "LOAD_NAME")
+_WRITTEN = ("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL")
 _STARTS = ("forward", "__call__")
 _OF_OBJECTS = ("__call__", "__getitem__", "__iter__", "__len__", "__enter__", "__exit__")
 """Of an object's methods with such a name, those that run where it is used."""
@@ -23,9 +25,11 @@ _OF_OBJECTS = ("__call__", "__getitem__", "__iter__", "__len__", "__enter__", "_
 @dataclass
 class ReadNames:
     """read: attributes that any module may read; written: those that a class writes itself while it
-    runs, and has values of its own for; own: what methods of objects read, by class."""
+    runs, and has values of its own for; own: what methods of objects read, by class; files: the
+    globals that may be read, by file."""
 
     read: set[str] = field(default_factory=set)
+    files: dict[ModuleType, set[str]] = field(default_factory=dict)
     written: dict[type, frozenset[str]] = field(default_factory=dict)
     own: dict[type, set[str]] = field(default_factory=dict)
 
@@ -40,7 +44,7 @@ class ReadNames:
                 continue
             members = _members(kind)
             starts = [m for name in _STARTS for m in members.get(name, ())]
-            read, written = _names_of(kind, [*filter(None, own), *starts])
+            read, written = _names_of(kind, [*filter(None, own), *starts], found.files)
             found.read |= read
             found.written[kind] = found.written.get(kind, frozenset()) | written
         return found
@@ -61,18 +65,25 @@ class ReadNames:
         return (name in self.read or name in self.own[kind]) and name not in self.written[kind]
 
 
+def classes_of(kind: type) -> list[type]:
+    """A class and those that it inherits from, without the bases of all."""
+    return [base for base in kind.__mro__ if base not in (nn.Module, object)]
+
+
 def _members(kind: type) -> dict[str, list[Any]]:
     """What classes define under a name, those that are inherited from too."""
     members: dict[str, list[Any]] = {}
-    for base in kind.__mro__:
-        if base not in (nn.Module, object):
-            for name, member in vars(base).items():
-                members.setdefault(name, []).append(member)
+    for base in classes_of(kind):
+        for name, member in vars(base).items():
+            members.setdefault(name, []).append(member)
     return members
 
 
-def _names_of(kind: type, starts: Iterable[Any]) -> tuple[set[str], frozenset[str]]:
-    """What code of a class reads, begun at some functions, and what it writes."""
+def _names_of(
+    kind: type, starts: Iterable[Any], files: dict[ModuleType, set[str]] | None = None
+) -> tuple[set[str], frozenset[str]]:
+    """What code of a class reads, begun at some functions, and what it writes. files: gets the
+    globals that it reads and does not write."""
     members = _members(kind)
     read: set[str] = set()
     written: set[str] = set()
@@ -88,10 +99,12 @@ def _names_of(kind: type, starts: Iterable[Any]) -> tuple[set[str], frozenset[st
                 todo += members.get(name, ())
             read |= names.read
             written |= names.written
-            for name in names.read:
-                called = function.__globals__.get(name)
-                if isinstance(called, FunctionType) and not _is_of_torch(called):
-                    todo.append(called)
+            found = {n: function.__globals__[n] for n in names.read if n in function.__globals__}
+            todo += [f for f in found.values() if isinstance(f, FunctionType) and not _is_torch(f)]
+            file = sys.modules.get(function.__module__ or "")
+            if files is not None and file and vars(file) is function.__globals__:
+                # By its own code alone: a script's variables are called as attributes are.
+                files.setdefault(file, set()).update(names.of_file - names.written)
     return read, frozenset(written)
 
 
@@ -123,14 +136,17 @@ def _content(cell: Any) -> Any:
         return None
 
 
-def _is_of_torch(function: FunctionType) -> bool:
+def _is_torch(function: FunctionType) -> bool:
     return function.__module__ is not None and function.__module__.partition(".")[0] == "torch"
 
 
 @dataclass(frozen=True)
 class _Names:
+    """of_file: globals, of what is read."""
+
     read: frozenset[str]
     written: frozenset[str]
+    of_file: frozenset[str]
 
 
 @cache
@@ -138,9 +154,12 @@ def _names_in(code: CodeType) -> _Names:
     """Of a function and those inside it: attributes, and text that may name one for getattr."""
     read: set[str] = set(code.co_names)
     written: set[str] = set()
+    of_file: set[str] = set()
     for instruction in dis.get_instructions(code):
         if instruction.opname in _WRITTEN:
             written.add(instruction.argval)
+        elif instruction.opname in _OF_FILE:
+            of_file.add(instruction.argval)
     for constant in code.co_consts:
         if isinstance(constant, str) and constant.isidentifier():
             read.add(constant)
@@ -148,4 +167,5 @@ def _names_in(code: CodeType) -> _Names:
             inner = _names_in(constant)
             read |= inner.read
             written |= inner.written
-    return _Names(frozenset(read), frozenset(written))
+            of_file |= inner.of_file
+    return _Names(frozenset(read), frozenset(written), frozenset(of_file))

@@ -2,7 +2,9 @@
 
 import copy
 import gc
+import sys
 import weakref
+from argparse import Namespace
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,15 +13,21 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 import meshfold
 from meshfold.errors import OptionError
 from meshfold.training.calls.captured_settings import CapturedSettings
 
+GLOBAL, TABLE = 1.0, {"rate": [1.0]}
+OPTIONS = Namespace(power=1.0, unread=0)
+scale = 0.0
 X = {"x": torch.linspace(-1, 1, 8).reshape(2, 4)}
 
 
 class Net(nn.Module):
+    of_class = 1.0
+
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.dropout = nn.Linear(4, 4), nn.Dropout(0.0)
@@ -30,7 +38,8 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen = 1
-        scale = self.beta * self.rates[0] * float(self.table[0]) * self.config.scale
+        scale = GLOBAL * TABLE["rate"][0] * self.of_class**OPTIONS.power * self.beta
+        scale = scale * self.rates[0] * float(self.table[0]) * self.config.scale
         return (self.dropout(self.linear(x)) * scale * self.kept[0] + self.config.inner.shift).sum()
 
 
@@ -43,8 +52,39 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "tensor": (lambda m: m.kept.mul_(2), "kept is not what it was"),
     "child": (lambda m: setattr(m.dropout, "p", 0.5), r"dropout\.p is 0.5 and was 0.0"),
     "config": (lambda m: setattr(m.config, "scale", 3.0), r"config\.scale is 3.0 and was 2.0"),
+    "another": (lambda m: setattr(m, "config", SimpleNamespace(scale=1)), "config is not what it"),
     "inner": (lambda m: setattr(m.config.inner, "shift", 0.0), r"config\.inner\.shift is 0.0"),
 }
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value", "text"),
+    [
+        (Net, "of_class", 2.0, "Net.of_class is 2.0 and was 1.0"),
+        (sys.modules[__name__], "GLOBAL", 2.0, r"test_captured_settings\.GLOBAL is 2.0 and was 1"),
+        (OPTIONS, "power", 2.0, r"OPTIONS\.power is 2.0 and was 1"),
+        (sys.modules[__name__], "OPTIONS", Namespace(power=2.0), r"OPTIONS is not what it was"),
+        (sys.modules[__name__], "TABLE", {"rate": [3.0]}, r"TABLE is not what it was"),
+    ],
+)
+def test_classes_and_globals_too(
+    owner: Any, name: str, value: Any, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = CapturedSettings(Net())
+    settings.check()
+    monkeypatch.setattr(OPTIONS, "unread", 1)
+    monkeypatch.setattr(sys.modules[__name__], "scale", 1.0)  # as an attribute is called
+    settings.check()
+    monkeypatch.setattr(owner, name, value)
+    with pytest.raises(OptionError, match=text):
+        settings.check()
+
+
+def test_registers_of_libraries_may_grow() -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 8}
+    settings = CapturedSettings(LlamaForCausalLM(LlamaConfig(**sizes)))
+    BertModel(BertConfig(**sizes))
+    settings.check()
 
 
 @pytest.mark.parametrize("case", CHANGES)
