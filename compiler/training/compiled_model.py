@@ -36,6 +36,7 @@ from meshfold.training.calls.captured_mode import CapturedMode
 from meshfold.training.calls.captured_settings import CapturedSettings
 from meshfold.training.calls.other_calls import Calls
 from meshfold.training.calls.step_results import check_gradient, check_loss, step_result
+from meshfold.training.calls.untrained import Untrained
 from meshfold.training.module_tree import BoundTensors, canonical_names, copied, register_shards
 from meshfold.training.sharded_model import ShardedModel
 from meshfold.training.shards.gradient_norm import clip_gradients, sharded_axes
@@ -112,6 +113,7 @@ class CompiledModel(ShardedModel):
         self._adopt(model, initial_shards(model, program, self._states, rank_mesh, plan.seed))
         self._bound = BoundTensors.of(self, self._canonical)
         self._guard()
+        self._untrained = Untrained()
         self._settings = CapturedSettings(model)
 
     @property
@@ -254,6 +256,8 @@ class CompiledModel(ShardedModel):
         parameters = self._bound.by_name(self.named_parameters())
         buffers = self._bound.by_name(self.named_buffers())
         self._modes.check_trained(parameters)
+        if torch.is_grad_enabled():
+            self._untrained.see(parameters)
         rng = self.plan.seed, self._next_step(timeout_s)
         return run_step(runner, self.host_side, parameters, buffers, inputs, rng=rng)
 
@@ -346,7 +350,9 @@ class CompiledModel(ShardedModel):
         closes both. All ranks copy, since steps of either are collective. Raises OptionError."""
         if self.host_side is not None and self.host_side.is_read_instead:
             raise OptionError("copy the model before LateUpdates is made of it, not beside updates")
-        made = copied(self, memo, _SHARED, {"host_side": None, "_runners": {}})
+        made = copied(
+            self, memo, _SHARED, {"host_side": None, "_runners": {}, "_untrained": Untrained()}
+        )
         if made.rank_mesh is not None:
             made._guard()
         return made
