@@ -1,4 +1,5 @@
-"""Modules that refuse what would distribute them once more (DDP, FSDP, accelerate), and pickle."""
+"""Modules that refuse what would distribute them once more (DDP, FSDP, accelerate), pickle, and
+what relies on modules that a compiled program does not call."""
 
 from typing import Any, NoReturn
 
@@ -23,6 +24,40 @@ class OwnParallelism(nn.Module):
             _refuse("FSDP")
         super().__setattr__(name, value)
 
+    def apply(self, fn: Any) -> NoReturn:
+        """Raises OptionError: parts have lost the classes that `fn` would look for."""
+        raise OptionError(
+            "apply on a compiled model: its parts hold parameters and are no Linear or Dropout any "
+            "more; apply it to the model before meshfold.compile"
+        )
+
+
+class PartOfModel(OwnParallelism):
+    """What holds the parameters of a module inside a compiled model. Raises OptionError where it is
+    called, or given hooks that would never run."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise OptionError(
+            "a part of a compiled model is called: it holds parameters, and the program runs the "
+            "whole model; call the compiled model (outputs= of meshfold.compile returns more of it)"
+        )
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises OptionError."""
+        _refuse_hook()
+
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises OptionError."""
+        _refuse_hook()
+
+    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises OptionError."""
+        _refuse_hook()
+
+    def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises OptionError."""
+        _refuse_hook()
+
 
 class RankModel(OwnParallelism):
     """A model of one rank among processes. Raises OptionError where it is pickled."""
@@ -32,6 +67,14 @@ class RankModel(OwnParallelism):
             "a compiled model is not pickled: it is one rank's shards, and groups of processes; "
             "save it with meshfold.save_checkpoint or its state_dict, copy it with copy.deepcopy"
         )
+
+
+def _refuse_hook() -> NoReturn:
+    raise OptionError(
+        "a hook of a part of a compiled model would never run, since the program calls no parts; "
+        "register it before meshfold.compile, which captures what it computes, or on the compiled "
+        "model, or on a parameter"
+    )
 
 
 def _refuse(wrapper: str) -> NoReturn:

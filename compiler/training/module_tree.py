@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from meshfold.errors import MeshfoldError, OptionError
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.torch_compat.dtypes import dtype_name
-from meshfold.training.foreign_wrappers import OwnParallelism
+from meshfold.training.foreign_wrappers import PartOfModel
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -128,6 +128,6 @@ def _owner(root: nn.Module, name: str) -> tuple[nn.Module, str]:
                     f"the model calls a submodule {part!r}, which is an attribute of "
                     "CompiledModel; rename it in the model"
                 )
-            module.add_module(part, OwnParallelism())
+            module.add_module(part, PartOfModel())
         module = module._modules[part]  # type: ignore[assignment]
     return module, leaf

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import meshfold
 from meshfold.errors import OptionError
 from meshfold.training.foreign_wrappers import OwnParallelism
 
@@ -17,3 +18,31 @@ def test_marks_of_other_wrappers_are_refused_and_all_else_is_set() -> None:
     with pytest.raises(OptionError, match="DistributedDataParallel around a compiled model"):
         hasattr(module, "_ddp_params_and_buffers_to_ignore")
     assert isinstance(module.layer.weight, torch.nn.Parameter)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).sum()
+
+
+def test_what_would_do_nothing_inside_of_a_compiled_model_is_refused() -> None:
+    x = torch.ones(2, 2)
+    compiled = meshfold.compile(Net(), "local-cpux1", {"x": x})
+    part = compiled.get_submodule("layer")
+    for kind in ("forward", "forward_pre", "full_backward", "full_backward_pre"):
+        with pytest.raises(OptionError, match=r"a hook of a part .* before meshfold\.compile"):
+            getattr(part, f"register_{kind}_hook")(lambda *args: None)
+    with pytest.raises(OptionError, match="a part of a compiled model is called"):
+        part(x)
+    for module in (compiled, part):
+        with pytest.raises(OptionError, match="apply it to the model before meshfold.compile"):
+            module.apply(lambda m: None)
+    called: list[str] = []
+    compiled.register_forward_hook(lambda *args: called.append("forward"))
+    compiled.get_parameter("layer.weight").register_hook(lambda g: called.append("parameter"))
+    compiled(x).backward()
+    assert called == ["forward", "parameter"]
