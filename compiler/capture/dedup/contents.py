@@ -49,6 +49,8 @@ def has_attributes(value: Any) -> bool:
 
 
 def _entries(array: np.ndarray[Any, Any], depth: int) -> Hashable:
+    if array.dtype.hasobject and depth < 1:
+        return _Other(array)
     if array.dtype.hasobject:
         return tuple(content_of(entry, depth) for entry in array.ravel().tolist())
     return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()

@@ -98,11 +98,14 @@ def test_a_change_in_place_is_seen() -> None:
     array, tensor, config = np.zeros(1000), torch.zeros(2), Config([1])
     held: list[Any] = []
     held.append(held)  # holds itself
+    objects = np.array([None, 1], object)
+    objects[0] = objects
     for value, change in [
         (array, lambda: array.__setitem__(999, 1)),
         (tensor, lambda: tensor.add_(1)),
         (config, lambda: config.rate.append(2)),
         (held, lambda: held.append(1)),
+        (objects, lambda: objects.__setitem__(1, 2)),
     ]:
         before = content_of(value)
         assert content_of(value) == before
