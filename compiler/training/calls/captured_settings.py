@@ -24,7 +24,7 @@ from meshfold.capture.dedup.arguments import is_plain
 from meshfold.capture.dedup.contents import content_of, has_attributes
 from meshfold.capture.python_state.snapshots import is_of_user
 from meshfold.errors import OptionError
-from meshfold.training.calls.read_names import ReadNames, classes_of
+from meshfold.training.calls.read_names import ReadNames
 
 _OWN = frozenset(vars(nn.Module()))
 _GONE = object()
@@ -106,12 +106,9 @@ class CapturedSettings:
                 if name not in _OWN and reads.may_read(module, name):
                     self._watch(module, name, f"{path}.{name}" if path else name, value)
         self.names = {s.name for s in self._settings if s.owner() is model}
-        kinds = {base for module in model.modules() for base in classes_of(type(module))}
-        shared: list[tuple[Any, set[str]]] = [
-            *((kind, reads.read - reads.written.get(kind, frozenset())) for kind in kinds),
-            *((file, names) for file, names in reads.files.items() if not _is_installed(file)),
-        ]
-        for owner, names in shared:
+        for owner, names in reads.shared(model):
+            if isinstance(owner, ModuleType) and _is_installed(owner):
+                continue
             for name, value in list(vars(owner).items()):
                 if name in names and not name.startswith("__"):
                     self._watch(owner, name, f"{owner.__name__}.{name}", value)

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+_SETTERS = frozenset(("setattr", "delattr", "__dict__", "vars", "globals"))
 _OF_FILE = ("LOAD_GLOBAL", "LOAD_NAME")
 _WRITTEN = ("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL")
 _STARTS = ("forward", "__call__")
@@ -26,7 +27,7 @@ _OF_OBJECTS = ("__call__", "__getitem__", "__iter__", "__len__", "__enter__", "_
 class ReadNames:
     """read: attributes that any module may read; written: those that a class writes itself while it
     runs, and has values of its own for; own: what methods of objects read, by class; files: the
-    globals that may be read, by file."""
+    globals that may be read, by file. Of classes and files, see `shared`."""
 
     read: set[str] = field(default_factory=set)
     files: dict[ModuleType, set[str]] = field(default_factory=dict)
@@ -48,6 +49,16 @@ class ReadNames:
             found.read |= read
             found.written[kind] = found.written.get(kind, frozenset()) | written
         return found
+
+    def shared(self, model: nn.Module) -> list[tuple[type | ModuleType, set[str]]]:
+        """The classes and files of `model`'s code, and what it reads of them. What any of it writes
+        is left out: a cache that forward keeps on a class, or under a name that it makes."""
+        written = frozenset[str]().union(*self.written.values())
+        found: dict[type | ModuleType, set[str]] = {}
+        found.update(self.files)
+        for module in model.modules():
+            found.update(dict.fromkeys(classes_of(type(module)), self.read))
+        return [(owner, names - written) for owner, names in found.items()]
 
     def may_read(self, owner: Any, name: str) -> bool:
         """Of a module, or of an object that one has: also what methods of the object read."""
@@ -163,6 +174,8 @@ def _names_in(code: CodeType) -> _Names:
     for constant in code.co_consts:
         if isinstance(constant, str) and constant.isidentifier():
             read.add(constant)
+            if not _SETTERS.isdisjoint(code.co_names):
+                written.add(constant)
         elif isinstance(constant, CodeType):
             inner = _names_in(constant)
             read |= inner.read

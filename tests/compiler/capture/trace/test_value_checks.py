@@ -135,8 +135,12 @@ class Correlated(nn.Module):
 
 
 @pytest.mark.parametrize("made", [Distributed, Heteroscedastic, Correlated])
-def test_distributions_of_torch_check_their_arguments(made: type[nn.Module]) -> None:
+def test_distributions_of_torch_check_their_arguments(
+    made: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
+    # torch.compile, if a test before this one ran it, switches them off for the whole process.
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     model = made().double()
     batch = {"x": X["x"].double()}
     with float64_everywhere():

@@ -27,6 +27,8 @@ X = {"x": torch.linspace(-1, 1, 8).reshape(2, 4)}
 
 class Net(nn.Module):
     of_class = 1.0
+    cache: int
+    named: int
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,6 +113,31 @@ def test_what_forward_does_not_read_or_writes_itself_may_change() -> None:
     model.rates = [1.0, 2.0]
     model.name = "new"  # type: ignore[assignment]
     model.eval().requires_grad_(False)
+    settings.check()
+
+
+class Caching(Net):
+    """Keeps caches on classes and in globals."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        global WRITTEN
+        Net.cache = getattr(Net, "cache", 0) + 1
+        setattr(type(self), "named", 1)  # noqa: B010
+        WRITTEN = 1
+        return super().forward(x) * WRITTEN * self.cache * self.named
+
+
+WRITTEN = 0
+
+
+def test_caches_of_forward_itself_may_change_wherever_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for owner, name in ((Net, "cache"), (Caching, "named"), (sys.modules[__name__], "WRITTEN")):
+        monkeypatch.setattr(owner, name, 1, raising=False)
+    settings = CapturedSettings(Caching())
+    Net.cache, Caching.named = 2, 3
+    monkeypatch.setattr(sys.modules[__name__], "WRITTEN", 2)
     settings.check()
 
 
