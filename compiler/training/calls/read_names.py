@@ -54,11 +54,11 @@ class ReadNames:
         """The classes and files of `model`'s code, and what it reads of them. What any of it writes
         is left out: a cache that forward keeps on a class, or under a name that it makes."""
         written = frozenset[str]().union(*self.written.values())
-        found: dict[type | ModuleType, set[str]] = {}
-        found.update(self.files)
-        for module in model.modules():
-            found.update(dict.fromkeys(classes_of(type(module)), self.read))
-        return [(owner, names - written) for owner, names in found.items()]
+        kinds = {base for module in model.modules() for base in classes_of(type(module))}
+        return [
+            *((kind, self.read - written) for kind in kinds),
+            *((file, names - written) for file, names in self.files.items()),
+        ]
 
     def may_read(self, owner: Any, name: str) -> bool:
         """Of a module, or of an object that one has: also what methods of the object read."""
