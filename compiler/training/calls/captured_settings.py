@@ -33,6 +33,8 @@ _ARRAYS = (np.ndarray, np.generic, torch.Tensor)
 _MOST = 64
 """Entries of a table."""
 _NAMESPACES = (SimpleNamespace, Namespace)
+_KERNELS = frozenset(("_attn_implementation_internal", "_experts_implementation_internal"))
+"""Of a configuration of transformers: which kernel computes the same; verify sets them as well."""
 _DEPTH = 3
 """Of objects in each other."""
 WHAT_NEXT = (
@@ -115,7 +117,11 @@ class CapturedSettings:
 
     def _watch(self, owner: Any, name: str, label: str, value: Any, depth: int = _DEPTH) -> None:
         is_opened = bool(depth) and not _is_data(value) and _is_opened(value)
-        if (id(owner), name) in self._seen or not (is_opened or _is_data(value)):
+        if (
+            name in _KERNELS
+            or (id(owner), name) in self._seen
+            or not (is_opened or _is_data(value))
+        ):
             return
         self._seen.add((id(owner), name))
         if is_opened:
