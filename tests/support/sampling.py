@@ -16,7 +16,7 @@ A quarter of the slow cases runs, which one is in the commit's name: a failure i
 next run of the same code, and other cases run after the next commit. A case that is named in full
 on the command line always runs.
 
-Of a run of all tests that are not slow, a quarter of the long ones runs in the same way, those of
+Of a run of all tests that are not slow, a fifth of the long ones runs in the same way, those of
 LONG_S or more by seconds.json, which `make seconds` writes: the whole run is to take some minutes.
 """
 
@@ -35,7 +35,7 @@ from support.tables import ROOT
 
 Case = Mapping[str, Hashable]
 SECONDS = Path(__file__).parent / "seconds.json"
-LONG_S, TURNS = 1.5, 4
+LONG_S, TURNS = 1.5, 5
 
 
 def unsampled(items: Sequence[pytest.Item]) -> set[pytest.Item]:
