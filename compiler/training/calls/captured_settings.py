@@ -81,7 +81,7 @@ def _is_data(value: Any, depth: int = _DEPTH) -> bool:
     if not depth or not isinstance(value, _TABLES) or len(value) > _MOST:
         return False
     entries = value.values() if isinstance(value, dict) else value
-    return all(is_plain(entry) or _is_data(entry, depth - 1) for entry in entries)
+    return all(_is_data(entry, depth - 1) for entry in entries)
 
 
 def _is_installed(file: ModuleType) -> bool:
