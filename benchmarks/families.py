@@ -35,7 +35,7 @@ from meshfold.ir.plan import Plan
 from meshfold.plan_file.io import plan_from_json, plan_to_json
 from meshfold.sharding.layout import shard_of
 from meshfold.training.compiled_model import CompiledModel
-from meshfold.training.shards.local_gradient import local_tensor
+from meshfold.training.shards.local_shard import local_tensor
 from meshfold.validation.float64_mode import float64_everywhere
 
 NUM_PROCESSES = 4

@@ -151,7 +151,8 @@ class DeferredWeightGrads:
 
 
 def _is_leaf(edge: GradientEdge) -> bool:
-    return edge.node.name() == "torch::autograd::AccumulateGrad"
+    """Whether it is a parameter's, or that of the plain tensor in its memory."""
+    return edge.node.name() in ("torch::autograd::AccumulateGrad", "AliasBackward0")
 
 
 class _Tap(torch.autograd.Function):

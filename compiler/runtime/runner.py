@@ -28,6 +28,7 @@ from meshfold.runtime.region_modes import (
 )
 from meshfold.runtime.selective_recomputation import SelectiveRegion
 from meshfold.sharding.layout import shard_of
+from meshfold.torch_compat.tensor_subclasses import plain_tensor
 from meshfold.zero.host_side import HostSide, NoHostSide
 from meshfold.zero.layer_copies import InstanceCopies
 from meshfold.zero.microbatch_state import SharedStep
@@ -152,12 +153,11 @@ class ProgramRunner:
         step.gather_ahead(firsts)
 
     def _with_slices(self, parameters: Tensors) -> Tensors:
-        """`parameters`, and those that are read in slices slice by slice, by label."""
-        if not self._slices:
-            return parameters
-        found = dict(parameters)
+        """`parameters` as plain tensors, and those that are read in slices slice by slice, by
+        label."""
+        found = {name: plain_tensor(parameter) for name, parameter in parameters.items()}
         for name, labels, dim in self._slices:
-            whole = parameters[name]
+            whole = found[name]
             slices = torch.split(whole, whole.shape[dim] // len(labels), dim)
             found.update(zip(labels, slices, strict=True))
         return found

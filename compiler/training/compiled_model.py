@@ -11,6 +11,7 @@ It holds this rank's shards as parameters under the original names; tied names a
 
 import gc
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from meshfold.passes.graph.without_dropout import without_dropout
 from meshfold.runtime.batches import constants_of
 from meshfold.runtime.pipeline_runner import PipelineRunner
 from meshfold.runtime.runner import ProgramRunner
+from meshfold.torch_compat.tensor_subclasses import on_plain_tensors
 from meshfold.training.calls.agreement import NUM_COMPARED, StepAgreement
 from meshfold.training.calls.batch_sizes import OtherSizes, ProgramForm, form_of
 from meshfold.training.calls.call_arguments import CallArguments, in_order
@@ -39,15 +41,16 @@ from meshfold.training.calls.step_results import check_gradient, check_loss, ste
 from meshfold.training.calls.untrained import Untrained
 from meshfold.training.module_tree import BoundTensors, canonical_names, copied, register_shards
 from meshfold.training.sharded_model import ShardedModel
-from meshfold.training.shards.gradient_norm import clip_gradients, sharded_axes
+from meshfold.training.shards.gradient_norm import clip_gradients, cut_parameters, sharded_axes
 from meshfold.training.shards.host_storage import host_parameters, run_step
-from meshfold.training.shards.local_gradient import guard_gradients, mark_gradient
+from meshfold.training.shards.local_shard import guard_gradients, local_parameter, mark_gradient
 from meshfold.training.shards.local_state import (
     initial_shards,
     local_tensors,
     stored_tensors,
 )
 from meshfold.training.shards.state_dict import StateExchange
+from meshfold.training.shards.step_hooks import StepHooks
 from meshfold.training.use_symmetric_memory import share_memory
 
 _SHARED = (
@@ -89,6 +92,7 @@ class CompiledModel(ShardedModel):
         draws from (plan seed, num_forwards), which a checkpoint restores."""
         self._is_closed = False
         self.host_side: HostParameters | None = None
+        self._hooks: StepHooks | None = None
         self._canonical = canonical_names(program.folded)
         self._modes = CapturedMode(model, captured.graph)
         self._arguments = CallArguments.of(model, example_inputs)
@@ -185,8 +189,10 @@ class CompiledModel(ShardedModel):
             check_loss(self.program.folded.outputs[0])
         step = self.num_forwards
         try:
+            hooks = self._hooks.around_step() if self._hooks else nullcontext()
             with torch.enable_grad():
-                outputs = self._run(form, runner, named, timeout_s)
+                with hooks:
+                    outputs = self._run(form, runner, named, timeout_s)
                 if not runs_backward:
                     check_gradient(outputs[0])
                     torch.autograd.backward(outputs[0])
@@ -228,7 +234,8 @@ class CompiledModel(ShardedModel):
         assert self.rank_mesh is not None
         self.rank_mesh.begin_step(self.num_forwards, timeout_s)
         if self._agreement is not None:
-            does = call + self._unlike_compiled()
+            with on_plain_tensors():
+                does = call + self._unlike_compiled()
             self._agreement.check_call(does, batch, self.num_forwards, self.training)
         self._settings.check()
         form = self._calls.form(batch, call, self.training)
@@ -251,15 +258,16 @@ class CompiledModel(ShardedModel):
         batch: Mapping[str, Any],
         timeout_s: float | None = None,
     ) -> list[Tensor]:
-        inputs = form.reader.read(batch)
-        self._bound.check(self)
-        parameters = self._bound.by_name(self.named_parameters())
-        buffers = self._bound.by_name(self.named_buffers())
-        self._modes.check_trained(parameters)
-        if torch.is_grad_enabled():
-            self._untrained.see(parameters)
-        rng = self.plan.seed, self._next_step(timeout_s)
-        return run_step(runner, self.host_side, parameters, buffers, inputs, rng=rng)
+        with on_plain_tensors():
+            inputs = form.reader.read(batch)
+            self._bound.check(self)
+            parameters = self._bound.by_name(self.named_parameters())
+            buffers = self._bound.by_name(self.named_buffers())
+            self._modes.check_trained(parameters)
+            if torch.is_grad_enabled():
+                self._untrained.see(parameters)
+            rng = self.plan.seed, self._next_step(timeout_s)
+            return run_step(runner, self.host_side, parameters, buffers, inputs, rng=rng)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Raises OptionError for a setting of the model, which a program holds as a constant."""
@@ -328,8 +336,11 @@ class CompiledModel(ShardedModel):
 
     def _adopt(self, model: nn.Module, local: Mapping[str, Tensor]) -> None:
         """Register local parts in the module tree of the original, in its order."""
+        cut = cut_parameters(self.program)
         parameters = {
-            p.name: nn.Parameter(local[p.name], requires_grad=p.requires_grad)
+            p.name: (local_parameter if p.name in cut else nn.Parameter)(
+                local[p.name], p.requires_grad
+            )
             for p in self._local_tensors.parameters.values()
         }
         buffers = {n: x for n, x in local.items() if n not in parameters}
@@ -340,7 +351,9 @@ class CompiledModel(ShardedModel):
         """What looks after the gradients of the parameters that this object has."""
         assert self.rank_mesh is not None
         stored = self._bound.by_name(self.named_parameters())
-        if not isinstance(self.program, EmittedPipeline):
+        if isinstance(self.program, EmittedPipeline):
+            self._hooks = StepHooks(stored, self._sharded)
+        else:
             for name in self._sharded & stored.keys():
                 guard_gradients(stored[name])
         self.host_side = host_parameters(self.program, self.rank_mesh, stored, self._mark)
@@ -351,7 +364,10 @@ class CompiledModel(ShardedModel):
         if self.host_side is not None and self.host_side.is_read_instead:
             raise OptionError("copy the model before LateUpdates is made of it, not beside updates")
         made = copied(
-            self, memo, _SHARED, {"host_side": None, "_runners": {}, "_untrained": Untrained()}
+            self,
+            memo,
+            _SHARED,
+            {**dict.fromkeys(("host_side", "_hooks")), "_runners": {}, "_untrained": Untrained()},
         )
         if made.rank_mesh is not None:
             made._guard()

@@ -11,7 +11,19 @@ from meshfold.errors import OptionError
 class OwnParallelism(nn.Module):
     """A module whose parameters are shards already. Raises OptionError, when
     DistributedDataParallel (as accelerate.prepare uses it), FullyShardedDataParallel or fully_shard
-    are put around it."""
+    are put around it.
+
+    elsewhere: names of tensors of the model that this rank does not hold."""
+
+    elsewhere: frozenset[str] = frozenset()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.elsewhere:
+            raise AttributeError(
+                f"{name} is a tensor of the model that this rank does not hold: another stage of "
+                "the plan does, or no step reads it; model.full_state_dict() has all of them"
+            )
+        return super().__getattr__(name)
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from meshfold.errors import MeshfoldError, OptionError
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.torch_compat.dtypes import dtype_name
-from meshfold.training.foreign_wrappers import PartOfModel
+from meshfold.training.foreign_wrappers import OwnParallelism, PartOfModel
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -105,16 +105,18 @@ def register_shards(
     persistent: Mapping[str, bool],
 ) -> None:
     """Registers local tensors in `root` under the names of `model`, in its order. canonical: the
-    name of each tensor's first occurrence, by which the others are given."""
+    name of each tensor's first occurrence, by which the others are given. Of what other stages hold
+    there are the modules, so that all ranks can run the same lines."""
     named = (model.named_parameters, model.named_buffers)
     for name, _ in chain(*(tensors(remove_duplicate=False) for tensors in named)):
         first = canonical[name]
+        owner, leaf = _owner(root, name)
         if first in parameters:
-            owner, leaf = _owner(root, name)
             owner.register_parameter(leaf, parameters[first])
         elif first in buffers:  # frozen parameters that forward writes, too
-            owner, leaf = _owner(root, name)
             owner.register_buffer(leaf, buffers[first], persistent=persistent[first])
+        elif isinstance(owner, OwnParallelism):
+            owner.elsewhere = owner.elsewhere | {leaf}
 
 
 def _owner(root: nn.Module, name: str) -> tuple[nn.Module, str]:

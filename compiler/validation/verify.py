@@ -35,7 +35,7 @@ from meshfold.plan_file.io import plan_from_json, plan_to_json
 from meshfold.sharding.layout import shard_of
 from meshfold.torch_compat.pytree import flat, map_leaves
 from meshfold.training.compiled_model import CompiledModel
-from meshfold.training.shards.local_gradient import local_tensor
+from meshfold.training.shards.local_shard import local_tensor
 from meshfold.validation.alike_draws import without_dropout
 from meshfold.validation.captured import captured_alike, captured_as_planned, rounded_alike
 from meshfold.validation.captured_alone import capture_difference, captured_step

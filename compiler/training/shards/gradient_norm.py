@@ -20,7 +20,7 @@ from meshfold.codegen.program.emitted import EmittedProgram
 from meshfold.distributed.rank_mesh import RankMesh, all_reduced
 from meshfold.errors import OptionError
 from meshfold.ir.mesh import PIPELINE_AXIS
-from meshfold.training.shards.local_gradient import local_tensor
+from meshfold.training.shards.local_shard import local_tensor
 
 ShardedAxes = Mapping[str, frozenset[str]]
 """By name of a parameter the axes of the storage mesh over which ranks hold different shards."""
@@ -41,6 +41,12 @@ def sharded_axes(program: EmittedProgram | EmittedPipeline) -> ShardedAxes:
         )
         for p in program.folded.parameters
     }
+
+
+def cut_parameters(program: EmittedProgram | EmittedPipeline) -> frozenset[str]:
+    """Those of which no rank has the whole."""
+    axes = sharded_axes(program)
+    return frozenset(name for name, of in axes.items() if of - {PIPELINE_AXIS})
 
 
 def is_counted(

@@ -22,6 +22,7 @@ from meshfold.ir.mesh import PIPELINE_AXIS
 from meshfold.ir.spmd import INVARIANT, Layout, local_shape
 from meshfold.sharding.layout import Assembly, cropped, filled, shard_of, valid_shape
 from meshfold.torch_compat.dtensor import as_dtensor, checkpoint_layout, drop_axes, is_placed
+from meshfold.torch_compat.tensor_subclasses import plain_tensor
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class StateExchange:
 
     def outside(self, name: str, local: Tensor) -> Tensor:
         """The state_dict entry of a local part: a DTensor, plain on one rank."""
+        local = plain_tensor(local)
         if self.device_mesh is None:
             return local
         stored = self.tensors[name]
@@ -106,6 +108,7 @@ class StateExchange:
     def _reshard(
         self, local: Tensor, shape: tuple[int, ...], source: Layout, target: Layout
     ) -> Tensor:
+        local = plain_tensor(local)
         if source == target:
             return local
         names, sizes = self.storage.names, self.storage.sizes

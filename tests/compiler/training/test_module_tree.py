@@ -24,6 +24,20 @@ def test_tied_names_are_one_parameter_in_the_order_of_the_model() -> None:
     assert [*root.state_dict()] == [*model.state_dict()]
 
 
+def test_what_another_stage_holds_has_a_module_and_says_where_it_is() -> None:
+    model = nn.ModuleDict({"first": nn.Linear(2, 2), "last": nn.Linear(2, 2)})
+    canonical = {n: n for n, _ in model.named_parameters()}
+    here = {n: nn.Parameter(torch.ones(1)) for n in canonical if n.startswith("first")}
+    root = OwnParallelism()
+    register_shards(root, model, canonical, here, {}, {})
+    root.last.requires_grad_(False)  # as on the ranks that hold it
+    assert [*root.last.parameters()] == []
+    with pytest.raises(AttributeError, match=r"weight is a tensor .* this rank does not hold"):
+        _ = root.last.weight
+    with pytest.raises(AttributeError, match="'PartOfModel' object has no attribute 'wait'"):
+        _ = root.last.wait
+
+
 def test_a_submodule_with_a_name_of_ours_is_refused() -> None:
     model = nn.ModuleDict({"inner": nn.Linear(2, 2)})
     root = OwnParallelism()

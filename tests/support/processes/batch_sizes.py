@@ -9,7 +9,7 @@ from torch import Tensor
 import meshfold
 from meshfold.ir.options import CompileOptions, PinValue
 from meshfold.sharding.layout import shard_of
-from meshfold.training.shards.local_gradient import local_tensor
+from meshfold.training.shards.local_shard import local_tensor
 from meshfold.validation.float64_mode import float64_everywhere
 from support.models.hugging_face import tiny_model
 

@@ -20,6 +20,36 @@ from support.processes.agreement import CLUSTER, batch, model
 
 Parameters = Iterable[nn.Parameter]
 
+
+class Lamb(torch.optim.Optimizer):
+    """Steps by the norm of each parameter and of its own update."""
+
+    def __init__(self, parameters: Parameters, lr: float = 1e-2) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                mean = self.state[parameter].setdefault("mean", torch.zeros(parameter.shape))
+                mean.lerp_(parameter.grad, 0.1)
+                parameter.sub_(mean, alpha=group["lr"] * float(parameter.norm() / mean.norm()))
+
+
+class ByHand(torch.optim.Optimizer):
+    """`p -= lr * p.grad`, as in a tutorial, and gradients that are set to None by hand."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= 1e-2 * p.grad
+                p.grad = None
+
+
 OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4),
     "AdamW, foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4, foreach=True),
@@ -33,6 +63,8 @@ OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
     "RAdam": lambda p: torch.optim.RAdam(p, lr=1e-2, eps=1e-4),
     "Adamax": lambda p: torch.optim.Adamax(p, lr=1e-2, eps=1e-4),
     "Rprop": lambda p: torch.optim.Rprop(p, lr=1e-2),
+    "by hand": lambda p: ByHand(p),
+    "LAMB": lambda p: Lamb(p),
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
     "Muon": lambda p: torch.optim.Muon([x for x in p if x.dim() == 2], lr=1e-2),
     "Adafactor of transformers": lambda p: HuggingFaceAdafactor(p),
@@ -63,6 +95,54 @@ def _log_norms(made: nn.Module) -> None:
             parameter.grad.div_(float(parameter.grad.norm()) + 1.0)
 
 
+def _skip_what_is_not_finite(made: nn.Module) -> None:
+    if not all(p.grad.isfinite().all() for p in made.parameters() if p.grad is not None):
+        made.zero_grad()
+
+
+def _penalty_of_norms(made: nn.Module) -> None:
+    torch.stack([p.norm() for p in made.parameters()]).sum().mul(0.01).backward()
+
+
+def _normalized_rows(made: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(nn.functional.normalize(parameter, dim=0))
+
+
+def _decay_by_hand(made: nn.Module) -> None:
+    for parameter in made.parameters():
+        parameter.data.mul_(0.9).clamp_(-0.2, 0.2)
+
+
+def _pruned(made: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter[parameter.abs() < 0.05] = 0.0
+
+
+def _hooks_clamp(made: nn.Module) -> None:
+    for parameter in made.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+
+def _hooks_of_norms(made: nn.Module) -> None:
+    for parameter in made.parameters():
+        parameter.register_hook(lambda gradient: gradient / (gradient.norm() + 1.0))
+
+
+def _noise(made: nn.Module) -> None:
+    torch.manual_seed(3)
+    for parameter in made.parameters():
+        parameter.data.add_(torch.randn_like(parameter), alpha=1e-3)
+
+
+def _initialise(made: nn.Module) -> None:
+    torch.manual_seed(3)
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, std=0.02)
+
+
 def _nothing(made: nn.Module) -> None:
     pass
 
@@ -74,6 +154,15 @@ BETWEEN: dict[str, Callable[[nn.Module], None]] = {
     "clip_grad_norm_, no foreach": _clip_norm_slowly,
     "model.clip_grad_norm_": _own_clip,
     "norms of gradients": _log_norms,
+    "skip what is not finite": _skip_what_is_not_finite,
+    "penalty of norms": _penalty_of_norms,
+    "normalized rows": _normalized_rows,
+    "decay by hand": _decay_by_hand,
+    "pruned": _pruned,
+    "hooks that clamp": _hooks_clamp,
+    "hooks that take norms": _hooks_of_norms,
+    "noise": _noise,
+    "initialise": _initialise,
 }
 """What is done between backward and the optimizer's step."""
 

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 import meshfold
 from meshfold.cost_models.hardware.devices import resolve_cluster
-from meshfold.training.shards.local_gradient import local_tensor
+from meshfold.training.shards.local_shard import local_tensor
 from support.programs.emit import part_of
 
 ROWS, WIDTH, CLASSES = 8, 8, 12

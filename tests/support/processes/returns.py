@@ -13,7 +13,7 @@ import meshfold
 from meshfold.capture.trace.loss_function import call_model
 from meshfold.capture.trace.returned import name_outputs
 from meshfold.sharding.layout import shard_of
-from meshfold.training.shards.local_gradient import local_tensor
+from meshfold.training.shards.local_shard import local_tensor
 from meshfold.validation.float64_mode import float64_everywhere
 from support.models.returns import classifier, decoder
 from support.processes.batch_sizes import stored_layouts

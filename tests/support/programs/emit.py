@@ -25,7 +25,7 @@ from meshfold.errors import MeshfoldError
 from meshfold.plan_file.io import plan_from_json
 from meshfold.sharding.layout import shard_of
 from meshfold.training.compiled_model import CompiledModel
-from meshfold.training.shards.local_gradient import local_tensor
+from meshfold.training.shards.local_shard import local_tensor
 from meshfold.validation.float64_mode import float64_everywhere
 from support.models.draws import drawing_model
 from support.models.functions import function_model

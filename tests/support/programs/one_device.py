@@ -24,7 +24,7 @@ from meshfold.passes.planner.assembly import model_info
 from meshfold.passes.planner.find import find_plan_for
 from meshfold.passes.split.pieces import in_pieces, sizes_of
 from meshfold.plan_file.io import plan_from_json
-from meshfold.training.shards.local_gradient import local_tensor
+from meshfold.training.shards.local_shard import local_tensor
 from meshfold.validation.float64_mode import float64_everywhere
 from support.models.unrepeated import MAKERS
 from support.programs.emit import part_of

@@ -31,7 +31,7 @@ from meshfold.passes.planner.find import find_plan_for
 from meshfold.plan_file.io import plan_from_json
 from meshfold.runtime.pipeline_runner import PipelineRunner
 from meshfold.training.compiled_model import CompiledModel
-from meshfold.training.shards.local_gradient import local_tensor
+from meshfold.training.shards.local_shard import local_tensor
 from meshfold.validation.collective_order import collectives_of
 from meshfold.validation.float64_mode import float64_everywhere
 from support.models.hugging_face import BATCH, tiny_model

@@ -15,7 +15,7 @@ from meshfold.ir.plan import Plan
 from meshfold.ir.spmd import Layout, SpmdType
 from meshfold.plan_file.io import plan_from_json
 from meshfold.sharding.layout import shard_of
-from meshfold.training.shards.local_gradient import local_tensor
+from meshfold.training.shards.local_shard import local_tensor
 from meshfold.validation.float64_mode import float64_everywhere
 from support.models.hugging_face import tiny_model
 

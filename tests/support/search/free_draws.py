@@ -24,7 +24,7 @@ from meshfold.ir.options import CompileOptions, ModeChoice
 from meshfold.ir.plan import Plan
 from meshfold.plan_file.io import plan_from_json
 from meshfold.training.compiled_model import CompiledModel
-from meshfold.training.shards.local_gradient import local_tensor
+from meshfold.training.shards.local_shard import local_tensor
 from meshfold.validation.float64_mode import float64_everywhere
 from support.models.hugging_face import tiny_model
 from support.programs.emit import part_of

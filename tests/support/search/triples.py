@@ -31,7 +31,7 @@ from meshfold.passes.graph.variants import planned_graph
 from meshfold.passes.split.chunk_graph import ChunkingError
 from meshfold.passes.split.micro_chunks import ChunkingProblem
 from meshfold.plan_file.io import plan_from_json, plan_to_json
-from meshfold.training.shards.local_gradient import local_tensor
+from meshfold.training.shards.local_shard import local_tensor
 from meshfold.validation.float64_mode import float64_everywhere
 from support.models.blocks import Model, Sizes
 from support.models.hugging_face import tiny_model
