@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from meshfold.offload.copies import DeviceCopy, pages
 from meshfold.offload.host_link import HostLink
 from meshfold.offload.layer_copies import LayerCopies
-from meshfold.torch_compat.backward_end import at_end_of_backward
+from meshfold.torch_compat.autograd_engine import at_end_of_backward
 
 
 class HostParameters:

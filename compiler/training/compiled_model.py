@@ -107,12 +107,13 @@ class CompiledModel(ShardedModel):
         self._form = form_of(plan, captured, program, rank_mesh, fixed, is_training=model.training)
         sizes = OtherSizes(model, self._form, rank_mesh, fixed, loss_fn)
         self._calls = Calls(sizes, self._modes, self._arguments)
+        axes = sharded_axes(program)
         self._agreement = (
-            StepAgreement.of(rank_mesh, num_compared_batches)
+            StepAgreement.of(rank_mesh, num_compared_batches, axes)
             if isinstance(rank_mesh, ProcessMesh)
             else None
         )
-        self._sharded = frozenset(name for name, axes in sharded_axes(program).items() if axes)
+        self._sharded = frozenset(name for name, of in axes.items() if of)
         """Parameters of which another rank holds another shard, or none."""
         self._adopt(model, initial_shards(model, program, self._states, rank_mesh, plan.seed))
         self._bound = BoundTensors.of(self, self._canonical)
@@ -241,6 +242,9 @@ class CompiledModel(ShardedModel):
         form = self._calls.form(batch, call, self.training)
         if self._agreement is not None:
             self._agreement.check_contents(batch, self._form.reader.local_inputs)
+            with on_plain_tensors():
+                parameters = self._bound.by_name(self.named_parameters())
+                self._agreement.check_parameters(parameters, self.num_forwards)
         return form
 
     def _unlike_compiled(self) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from meshfold.errors import CaptureError
-from meshfold.torch_compat.saved_tensor_hooks import saved_tensor_hooks_met
+from meshfold.torch_compat.autograd_engine import saved_tensor_hooks_met
 from meshfold.torch_compat.source_lines import is_user_file
 
 

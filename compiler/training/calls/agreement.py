@@ -2,7 +2,8 @@
 
     compared            when the model is compiled (meshfold.distributed.agreement)
     agreed_states       when the model is bound: initial values are those of rank 0
-    StepAgreement       every step: mode, shapes, dtypes; in the first ones also contents of batches
+    StepAgreement       every step: mode, shapes, dtypes; in the first ones contents of batches, in
+                        steps 1, 2, 3, 5, 9 and so on the parameters that ranks hold alike
 
 Ranks that differ all raise the same line; without it they would wait for each other, or train on
 with other numbers. Comparisons are over a gloo group of all ranks, beside the program's own groups,
@@ -14,7 +15,7 @@ import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from meshfold.ir.mesh import DATA_AXIS
 from meshfold.torch_compat.dtypes import dtype_name
 from meshfold.torch_compat.process_groups import default_timeout, host_backend
 from meshfold.torch_compat.pytree import named_leaves
+from meshfold.training.calls.replicas import first_different, names_alike
+from meshfold.training.shards.gradient_norm import ShardedAxes
 
 NUM_COMPARED = 10
 """Steps whose batches are compared by their contents, unless the user says otherwise."""
@@ -114,20 +117,21 @@ class StepAgreement:
     """The comparison of one step.
 
     num_compared: forward passes whose batches are compared by their contents; None: all of them.
-    compared: how many were.
+    compared: how many were. sharded: the axes over which parameters are, by name.
     """
 
     mesh: ProcessMesh
     group: dist.ProcessGroup
     num_compared: int | None
+    sharded: ShardedAxes = field(default_factory=dict)
     compared: int = 0
 
     @staticmethod
-    def of(mesh: ProcessMesh, num_compared: int | None) -> "StepAgreement":
+    def of(mesh: ProcessMesh, num_compared: int | None, sharded: ShardedAxes) -> "StepAgreement":
         """That of the ranks of `mesh`. Called on all ranks together."""
         group = mesh.new_group(range(mesh.mesh.num_ranks), backend=host_backend())
         assert group is not None, "every rank is in it"
-        return StepAgreement(mesh, group, num_compared)
+        return StepAgreement(mesh, group, num_compared, sharded)
 
     def check_call(self, call: str, batch: Mapping[str, Any], number: int, training: bool) -> None:
         """Compares what is called and the shapes and dtypes of forward number `number`. Raises
@@ -168,6 +172,24 @@ class StepAgreement:
                 if value != expected:
                     data_rank = share if is_slice else None
                     raise RanksDifferError(_other_rows(name, rank, other, data_rank))
+
+    def check_parameters(self, parameters: Mapping[str, Tensor], number: int) -> None:
+        """Compares what ranks hold alike, before forward number `number`, if it is due. parameters:
+        this rank's, by canonical name. Raises RanksDifferError on all ranks."""
+        if self.num_compared == 0 or number & (number - 1):
+            return
+        names = sorted(self.sharded)
+        alike = names_alike(self.mesh, self.sharded)
+        with self._waits():
+            name = first_different(self.mesh, alike, parameters)
+            own = torch.tensor([names.index(name) if name else -1])
+            _, most = extremes(own, self.group, self.mesh.place.timeout_s)
+        if int(most) >= 0:
+            raise RanksDifferError(
+                f"ranks hold other numbers of {names[int(most)]}, of which they are to hold the "
+                "same: what changes parameters and gradients does so alike on all ranks, with the "
+                "same rates, the same steps and, for noise, the same seed"
+            )
 
     def _waits(self) -> AbstractContextManager[None]:
         mesh = self.mesh

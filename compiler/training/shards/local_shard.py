@@ -20,6 +20,7 @@ from meshfold.torch_compat.tensor_subclasses import (
 from meshfold.training.shards.number_by_number import (
     draws,
     is_number_by_number,
+    looks_for_inf,
     makes_another,
 )
 
@@ -75,6 +76,12 @@ class LocalShard(Tensor):
 
 def _refusal(function: Callable[..., Any]) -> str:
     name = getattr(function, "__name__", "this function").strip("_")
+    if looks_for_inf(function):
+        return (
+            "a GradScaler of gradients of which this rank holds a shard: it would leave out a step "
+            "that other ranks take; take torch.distributed.fsdp.sharded_grad_scaler."
+            "ShardedGradScaler"
+        )
     if draws(function):
         return (
             f"{name} of numbers of which this rank holds a shard: every rank would draw its own; "

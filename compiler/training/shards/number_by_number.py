@@ -9,12 +9,15 @@
 A function that is not known to be of the first two kinds is not taken to be one.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 _ALIASES = frozenset(
     "absolute arccos arccosh arcsin arcsinh arctan arctan2 arctanh divide multiply subtract "
@@ -64,13 +67,18 @@ _DRAWS = frozenset(
     "trunc_normal no_grad_normal no_grad_uniform no_grad_trunc_normal".split()
 )
 
-_FUSED = ("fused_", "amp_foreach_non_finite_check")
-"""Steps of optimizers as one kernel; found_inf, which ShardedGradScaler compares over ranks."""
+_FUSED = "fused_"
+"""Steps of optimizers as one kernel."""
 
 
 def makes_another(function: Callable[..., Any]) -> bool:
     """Whether what it makes has nothing of the shard but its dtype and device."""
     return _bare_name(function).startswith("new_")
+
+
+def looks_for_inf(function: Callable[..., Any]) -> bool:
+    """Whether it is what a GradScaler calls with gradients."""
+    return _bare_name(function).startswith("amp_foreach_non_finite_check")
 
 
 def draws(function: Callable[..., Any]) -> bool:
@@ -87,6 +95,8 @@ def is_number_by_number(
         return _takes_numbers_as_they_lie(arguments[0], arguments[1])
     if name in _ONE_NUMBER and isinstance(arguments[0], Tensor) and arguments[0].numel() == 1:
         return True
+    if looks_for_inf(function):
+        return _is_by_sharded_scaler()
     others = [*arguments[1:], *keywords.values()]
     if name in ("max", "min"):  # of one tensor a reduction, of two number by number
         return any(isinstance(x, Tensor) for x in others)
@@ -123,6 +133,23 @@ def _is_of_another_library(function: Callable[..., Any]) -> bool:
     if not isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return False
     return not str(function).startswith(("aten.", "prims."))
+
+
+def _is_by_sharded_scaler() -> bool:
+    """Whether who calls tells the other ranks of an inf: torch's other scaler would leave out a
+    step that they take."""
+    frame: FrameType | None = sys._getframe()
+    for _ in range(_DEPTH):
+        if frame is None:
+            return False
+        if isinstance(frame.f_locals.get("self"), ShardedGradScaler):
+            return True
+        frame = frame.f_back
+    return False
+
+
+_DEPTH = 12
+"""Calls between a scaler and this function, at the most."""
 
 
 def _takes_numbers_as_they_lie(tensor: Any, index: Any) -> bool:

@@ -125,6 +125,33 @@ def _call(odd: bool) -> None:
         made.train_step(batch())
 
 
+def _rates(odd: bool) -> None:
+    made = compiled()
+    optimizer = torch.optim.SGD(made.parameters(), lr=1.0 if odd else 0.1)
+    for _ in range(2):  # compared before the second and the third step
+        made.train_step(batch())
+        optimizer.step()
+    made.train_step(batch())
+
+
+def _left_out(odd: bool) -> None:
+    made = compiled()
+    optimizer = torch.optim.SGD(made.parameters(), lr=1.0)
+    for step in range(9):
+        made.train_step(batch())
+        if not (odd and step == 5):  # compared before the ninth step
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+def _initialised(odd: bool) -> None:
+    made = compiled()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(float(odd))
+    made.train_step(batch())
+
+
 CASES: dict[str, Callable[[bool], None]] = {
     "seeds": _seeds,
     "model": _model,
@@ -139,6 +166,9 @@ CASES: dict[str, Callable[[bool], None]] = {
     "contents later": _contents_later,
     "mode": _mode,
     "call": _call,
+    "rates": _rates,
+    "left out": _left_out,
+    "initialised": _initialised,
 }
 
 

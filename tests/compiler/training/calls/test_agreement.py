@@ -30,6 +30,9 @@ LINES = {
     "contents later": "RanksDifferError: target on rank 3 has other contents than on rank 0",
     "mode": "RanksDifferError: rank 3 makes another step than rank 0: .* in eval mode",
     "call": "RanksDifferError: rank 3 makes another step than rank 0: call number 1, forward",
+    "rates": r"RanksDifferError: ranks hold other numbers of \w+\.\w+, of which they are to",
+    "left out": r"RanksDifferError: ranks hold other numbers of \w+\.\w+, of which they",
+    "initialised": r"RanksDifferError: ranks hold other numbers of \w+\.\w+, of which they",
 }
 OWN = {"planning": "OptionError", "user error": "CaptureError"}
 """What the odd rank raises itself."""

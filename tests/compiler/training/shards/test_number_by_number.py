@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.overrides import get_overridable_functions
 
+from meshfold.errors import OptionError
+from meshfold.training.shards.local_shard import local_tensor, mark_gradient
 from meshfold.training.shards.number_by_number import (
     _AS_IT_LIES,
     _bare_name,
@@ -84,6 +87,22 @@ def test_reductions_and_draws_are_told_from_them() -> None:
     assert is_number_by_number(torch.max, (x,), {"other": x})
     assert draws(Tensor.normal_) and draws(torch.rand_like) and not draws(Tensor.add_)
     assert makes_another(Tensor.new_zeros) and not makes_another(torch.zeros_like)
+
+
+def test_gradients_are_scaled_by_what_tells_other_ranks_of_an_inf() -> None:
+    def gradient_of(scaler: torch.amp.GradScaler) -> Tensor:
+        parameter = torch.nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([parameter], lr=0.0)
+        scaler.scale(parameter.sum()).backward()
+        mark_gradient(parameter)
+        torch.amp.GradScaler.unscale_(scaler, optimizer)  # less what needs a process group
+        assert parameter.grad is not None
+        return local_tensor(parameter.grad)
+
+    sharded = ShardedGradScaler("cpu", init_scale=8.0)
+    assert gradient_of(sharded).tolist() == [1.0, 1.0]
+    with pytest.raises(OptionError, match=r"leave out a step .* take .*\.ShardedGradScaler"):
+        gradient_of(torch.amp.GradScaler("cpu", init_scale=8.0))
 
 
 def test_an_op_of_another_library_is_taken_as_its_own_affair() -> None:
