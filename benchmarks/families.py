@@ -168,7 +168,7 @@ def _largest(x: Tensor) -> float:
 
 
 def _zero_if_none(parameter: Tensor, value: Tensor | None) -> Tensor:
-    return torch.zeros_like(parameter) if value is None else local_tensor(value)
+    return local_tensor(torch.zeros_like(parameter) if value is None else value)
 
 
 def line_of(row: Row) -> str:

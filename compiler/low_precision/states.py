@@ -23,6 +23,7 @@ from meshfold.cost_models.op_costs.optimizers import BLOCK_NUMBERS, CHUNK_NUMBER
 from meshfold.errors import OptionError
 from meshfold.ir.optimizers import StatesPrecision
 from meshfold.low_precision.packing import Code, of_codes, to_bfloat16, to_codes
+from meshfold.torch_compat.tensor_subclasses import on_plain_tensors, plain_tensor
 
 LARGEST = ":largest"
 """What follows the name of an 8-bit state in that of the largest numbers of its blocks."""
@@ -65,10 +66,12 @@ class LowPrecisionStates(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         try:
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        self._step_on(parameter, group)
+            # Chunks of a shard are as good as the shard: it all goes number by number.
+            with on_plain_tensors():
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        if parameter.grad is not None:
+                            self._step_on(parameter, group)
         finally:
             # A scheduler that was made for it goes on.
             self.inner.param_groups = self.param_groups
@@ -78,13 +81,14 @@ class LowPrecisionStates(Optimizer):
         """The states of one parameter in its own dtype and shape."""
         state = self.state.get(parameter, {})
         whole = slice(0, parameter.numel())
-        return {
-            name: self._read(state, name, parameter, whole).view(parameter.shape)
-            if self._is_packed(value, parameter)
-            else value
-            for name, value in state.items()
-            if not name.endswith(LARGEST)
-        }
+        with on_plain_tensors():
+            return {
+                name: self._read(state, name, parameter, whole).view(parameter.shape)
+                if self._is_packed(value, parameter)
+                else value
+                for name, value in state.items()
+                if not name.endswith(LARGEST)
+            }
 
     def pack(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
         """Take these states of one parameter, unpacked ones packed, in place of what is there."""
@@ -92,8 +96,9 @@ class LowPrecisionStates(Optimizer):
         for name, value in state.items():
             if self._is_unpacked(name, value, parameter):
                 self._make(found, name, parameter)
+                flat = plain_tensor(value).reshape(-1)
                 for part in _parts(parameter.numel(), CHUNK_NUMBERS):
-                    self._write(found, name, value.reshape(-1)[part], part, state.get("step"))
+                    self._write(found, name, flat[part], part, state.get("step"))
             else:
                 found[name] = value
         self.state[parameter] = found

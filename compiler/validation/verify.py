@@ -170,7 +170,7 @@ def _compared_as_captured(
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    parameters = _sizes(compiled, built.model, torch.Tensor.detach)
+    parameters = _sizes(compiled, built.model, lambda p: local_tensor(p.detach()))
     losses = eager_loss.sum().item(), loss.sum().item()
     compared = _Compared(*losses, gradients, parameters, tuple(calls), outputs=outputs)
     if _together(plan, compared).passed:

@@ -21,7 +21,7 @@ from meshfold.training.shards.number_by_number import (
     draws,
     is_number_by_number,
     looks_for_inf,
-    makes_another,
+    work_of,
 )
 
 
@@ -37,21 +37,21 @@ class LocalShard(Tensor):
         args: Sequence[Any] = (),
         kwargs: Any = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        if not is_number_by_number(func, args, kwargs):
+        work = work_of(func)
+        if work.is_safe is not True and not is_number_by_number(func, args, kwargs or {}):
             raise OptionError(_refusal(func))
-        if makes_another(func):
-            with on_plain_tensors():
-                return func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
-        if name == "register_hook":
+        if len(types) > 1 and not all(issubclass(cls, kind) for kind in types):
+            return NotImplemented  # DTensors and the like
+        if getattr(func, "__name__", "") == "register_hook":
             args = (args[0], _on_shards(args[1]), *args[2:])
-        result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        with on_plain_tensors():
+            result = func(*args, **(kwargs or {}))
+        if work.makes_another:
+            return result
         # Of `p -= x` and `p.add_(x)` the result is p itself, of whatever class it is.
-        is_in_place = name.endswith("_") and (not name.endswith("__") or name.startswith("__i"))
-        if is_in_place and args and isinstance(result, Tensor) and isinstance(args[0], Tensor):
+        if work.is_in_place and args and isinstance(result, Tensor | list | tuple):
             return args[0]
-        return result
+        return _as_shards(result)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LocalShard({local_tensor(self)!r})"
@@ -94,6 +94,15 @@ def _refusal(function: Callable[..., Any]) -> str:
         "an optimizer that works number by number (AdamW, SGD), or take the shard as it is: "
         "x.as_subclass(torch.Tensor)"
     )
+
+
+def _as_shards(result: Any) -> Any:
+    if isinstance(result, Tensor):
+        return shard(result)
+    if isinstance(result, tuple | list):
+        kind = list if isinstance(result, list) else tuple
+        return kind(_as_shards(x) for x in result) if type(result) in (tuple, list) else result
+    return result
 
 
 def _on_shards(hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:

@@ -11,7 +11,8 @@ A function that is not known to be of the first two kinds is not taken to be one
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from types import FrameType
 from typing import Any
 
@@ -28,10 +29,14 @@ _ALIASES = frozenset(
     "special_logit special_multigammaln special_ndtr special_polygamma special_psi special_round "
     "special_sinc special_xlogy "
     "and or xor invert lshift rshift floordiv mod truediv pos "
-    "radd rsub rmul rdiv rtruediv rfloordiv rmod rpow rand ror rxor rlshift rrshift "
-    "iadd isub imul idiv itruediv ifloordiv imod ipow iand ior ixor ilshift irshift".split()
+    "radd rsub rmul rdiv rtruediv rfloordiv rmod rpow rand ror rxor rlshift rrshift".split()
 )
 """Number by number, without the tag."""
+
+_IN_PLACE = frozenset(
+    "iadd isub imul idiv itruediv ifloordiv imod ipow iand ior ixor ilshift irshift".split()
+)
+"""`p -= x` and its kin."""
 
 _AS_IT_LIES = frozenset(
     "to type type_as cpu cuda xpu mtia ipu float double half bfloat16 int long short byte char "
@@ -71,9 +76,9 @@ _FUSED = "fused_"
 """Steps of optimizers as one kernel."""
 
 
-def makes_another(function: Callable[..., Any]) -> bool:
-    """Whether what it makes has nothing of the shard but its dtype and device."""
-    return _bare_name(function).startswith("new_")
+def draws(function: Callable[..., Any]) -> bool:
+    """Whether it makes random numbers."""
+    return _bare_name(function) in _DRAWS
 
 
 def looks_for_inf(function: Callable[..., Any]) -> bool:
@@ -81,15 +86,34 @@ def looks_for_inf(function: Callable[..., Any]) -> bool:
     return _bare_name(function).startswith("amp_foreach_non_finite_check")
 
 
-def draws(function: Callable[..., Any]) -> bool:
-    """Whether it makes random numbers."""
-    return _bare_name(function) in _DRAWS
+@dataclass(frozen=True)
+class Work:
+    """What a function does. is_safe: in every call what it would do to the whole, as far as is
+    known; None where its arguments decide. makes_another: what it makes has nothing of the shard
+    but its dtype and device, or is no tensor. is_in_place: it gives back its first argument."""
+
+    is_safe: bool | None
+    makes_another: bool
+    is_in_place: bool
+
+
+@lru_cache(maxsize=4096)
+def work_of(function: Callable[..., Any]) -> Work:
+    """See Work. Optimizers ask for one attribute or another of every parameter in every step."""
+    name, full = _bare_name(function), getattr(function, "__name__", "")
+    depends = name in _DEPENDS or name in _ONE_NUMBER or looks_for_inf(function)
+    is_safe = None if depends else _is_known(name) or _is_of_another_library(function)
+    is_in_place = full.endswith("_") and (not full.endswith("__") or name in _IN_PLACE)
+    return Work(is_safe, name.startswith("new_"), is_in_place)
 
 
 def is_number_by_number(
     function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]
 ) -> bool:
     """Whether this call does to shards what it does to the whole, as far as is known."""
+    is_safe = work_of(function).is_safe
+    if is_safe is not None:
+        return is_safe
     name = _bare_name(function)
     if name in ("getitem", "setitem"):
         return _takes_numbers_as_they_lie(arguments[0], arguments[1])
@@ -102,14 +126,17 @@ def is_number_by_number(
         return any(isinstance(x, Tensor) for x in others)
     if name == "where":  # of a condition alone it is nonzero
         return bool(others)
-    return _is_known(name) or _is_of_another_library(function)
+    return _is_known(name)
+
+
+_DEPENDS = frozenset({"getitem", "setitem", "max", "min", "where"})
 
 
 @cache
 def _is_known(name: str) -> bool:
     if name in _SEES_ALL:
         return False
-    if name in _ALIASES or name in _AS_IT_LIES or name.startswith(_FUSED):
+    if name in _ALIASES or name in _IN_PLACE or name in _AS_IT_LIES or name.startswith(_FUSED):
         return True
     return any(_is_tagged(x) for x in (name, f"{name}_", f"__{name}__"))
 

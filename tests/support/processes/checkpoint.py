@@ -20,6 +20,7 @@ import meshfold
 from meshfold.checkpoint_files.folder import CHECKSUMS
 from meshfold.ir.options import CompileOptions, PinValue
 from meshfold.training.compiled_model import CompiledModel
+from meshfold.training.shards.local_shard import local_tensor
 from support.models.factories import deep
 from support.programs.local_programs import stack_model
 
@@ -172,13 +173,17 @@ def _refusal(work: Callable[[], object]) -> str:
 
 def contents(model: CompiledModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """A copy of all that a load may change here."""
-    found: dict[str, Any] = {n: x.detach().clone() for n, x in model.named_parameters()}
+    found: dict[str, Any] = {
+        n: local_tensor(x.detach()).clone() for n, x in model.named_parameters()
+    }
     found["num_forwards"] = model.num_forwards
     for k, group in enumerate(optimizer.param_groups):
         found |= {f"{k} {key}": value for key, value in group.items() if key != "params"}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
-            found[f"{name} {key}"] = value.clone() if isinstance(value, Tensor) else value
+            found[f"{name} {key}"] = (
+                local_tensor(value).clone() if isinstance(value, Tensor) else value
+            )
     return found
 
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import meshfold
 from meshfold.cost_models.hardware.devices import resolve_cluster
@@ -13,6 +14,7 @@ from meshfold.ir.cluster import ClusterSpec
 from meshfold.ir.options import CompileOptions, PinValue
 from meshfold.runtime.runner import ProgramRunner
 from meshfold.training.compiled_model import CompiledModel
+from meshfold.training.shards.local_shard import local_tensor
 from support.models.hugging_face import tiny_model
 from support.programs.local_programs import stack_model
 
@@ -78,7 +80,7 @@ def compared(
     right = started(pins, family, **options).steps(3)
     found = started({**pins, "offload": offload}, family, **options).steps(3)
     own = dict(right.model.named_parameters())
-    differ = [n for n, p in found.model.named_parameters() if not torch.equal(p, own[n])]
+    differ = differing(found.model, own)
     host = found.model.host_side
     assert host is not None
     assert host.link.num_bytes_to_host > 0 and not any(
@@ -88,6 +90,12 @@ def compared(
     names = found.model.program.offloaded & {found.model._canonical[n] for n in own}
     stored = sum(p.nbytes for n, p in own.items() if found.model._canonical[n] in names)
     return Compared(differ, len(names), host.num_device_bytes, stored)
+
+
+def differing(model: CompiledModel, own: Mapping[str, Tensor]) -> list[str]:
+    """Names of its parameters that are not bitwise those of `own`."""
+    pairs = {n: (local_tensor(p), local_tensor(own[n])) for n, p in model.named_parameters()}
+    return [name for name, pair in pairs.items() if not torch.equal(*pair)]
 
 
 class Saved(NamedTuple):
@@ -105,7 +113,7 @@ def activations_compared(
     right = started(pins, family, **options).steps(3)
     found = started({**pins, "offload": "activations"}, family, **options).steps(3)
     own = dict(right.model.named_parameters())
-    differ = [n for n, p in found.model.named_parameters() if not torch.equal(p, own[n])]
+    differ = differing(found.model, own)
     (runner,) = found.model._runners.values()
     assert isinstance(runner, ProgramRunner)
     link = runner.host_link

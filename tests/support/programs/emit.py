@@ -155,7 +155,8 @@ def scaled_steps(pins: Mapping[str, int]) -> list[tuple[float, bool]]:
         scaler.update()
         optimizer.zero_grad()
         changed = any(
-            not torch.equal(a, b) for a, b in zip(before, compiled.parameters(), strict=True)
+            not torch.equal(local_tensor(a), local_tensor(b))
+            for a, b in zip(before, compiled.parameters(), strict=True)
         )
         found.append((scaler.get_scale(), changed))
     return found
@@ -234,7 +235,8 @@ def save_and_load(
     fourth.load_state_dict(first.state_dict())
     for name in expected:
         for kind, loaded in (("full tensors", third), ("DTensors of another mesh", fourth)):
-            if not torch.equal(loaded.get_parameter(name), second.get_parameter(name)):
+            shards = [local_tensor(x.get_parameter(name)) for x in (loaded, second)]
+            if not torch.equal(*shards):
                 wrong.append(f"{name} after loading {kind}")
     return wrong
 

@@ -143,7 +143,7 @@ def _outcome(
     found = Outcome(
         float(loss),
         *errors[0],
-        _worst(compiled, model, Tensor.detach),
+        _worst(compiled, model, lambda p: local_tensor(p.detach())),
         in_flight,
         {n: _digest(p) for n, p in compiled.named_parameters()},
     )
@@ -192,11 +192,11 @@ def _worst(compiled: CompiledModel, model: nn.Module, part: Any) -> float:
 
 
 def _gradient(parameter: Tensor) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else local_tensor(parameter.grad)
+    return local_tensor(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
 
 
 def _digest(x: Tensor) -> str:
-    return hashlib.sha256(x.detach().numpy().tobytes()).hexdigest()
+    return hashlib.sha256(local_tensor(x.detach()).numpy().tobytes()).hexdigest()
 
 
 def save_and_load(
@@ -219,7 +219,7 @@ def save_and_load(
         third = bind(zeroed(model), plan_from_json(text), captured, batch)
         third.load_state_dict(expected)
         for name, value in third.named_parameters():
-            if not torch.equal(value, other.get_parameter(name)):
+            if not torch.equal(local_tensor(value), local_tensor(other.get_parameter(name))):
                 wrong.append(f"{name} from full tensors")
     plain = zeroed(model).state_dict()
     checkpoint.load(plain, checkpoint_id=folder)

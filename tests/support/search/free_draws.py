@@ -161,7 +161,7 @@ def errors_of_steps(seed: int, captured: Captured, plan_text: str) -> dict[str, 
             _compare(errors, "gradient", compiled, model, _gradient)
             for optimizer in optimizers:
                 optimizer.step()
-            _compare(errors, "parameter", compiled, model, Tensor.detach)
+            _compare(errors, "parameter", compiled, model, lambda p: local_tensor(p.detach()))
     compiled.close()
     return errors
 
@@ -200,4 +200,4 @@ def _compare(
 
 
 def _gradient(parameter: Tensor) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else local_tensor(parameter.grad)
+    return local_tensor(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)

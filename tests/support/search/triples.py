@@ -246,13 +246,13 @@ def errors_of_a_scheduled_step(seed: int, plan_text: str) -> dict[str, float]:
         errors = {"loss": float((compiled.train_step(triple.batch) - expected).abs())}
     for name, parameter in compiled.named_parameters():
         whole = gradients[name]
-        right = torch.zeros_like(parameter) if whole is None else part_of(compiled, name, whole)
+        right = 0.0 if whole is None else part_of(compiled, name, whole)
         errors[name] = float((_gradient(parameter) - right).abs().max())
     return errors
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else local_tensor(parameter.grad)
+    return local_tensor(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
 
 
 def _right(triple: Triple, captured: Captured) -> tuple[Tensor, Mapping[str, Tensor | None]] | None:

@@ -149,6 +149,7 @@ def test_what_changes_a_tensor_in_place_gives_that_tensor() -> None:
         assert plain is before and plain.sub_(gradient) is before
         assert torch.sub(plain, gradient, out=before.data) is not None
         (foreach,) = torch._foreach_add([before], [gradient])
+        assert torch._foreach_mul_([before], [gradient])[0] is before
     assert isinstance(foreach, LocalShard)
     assert plain.tolist() == [-2.0, -2.0, -2.0]
 

@@ -18,7 +18,7 @@ from meshfold.training.shards.number_by_number import (
     _is_known,
     draws,
     is_number_by_number,
-    makes_another,
+    work_of,
 )
 
 FUNCTIONS = {
@@ -86,7 +86,11 @@ def test_reductions_and_draws_are_told_from_them() -> None:
     assert not is_number_by_number(Tensor.max, (x, 0), {"keepdim": True})
     assert is_number_by_number(torch.max, (x,), {"other": x})
     assert draws(Tensor.normal_) and draws(torch.rand_like) and not draws(Tensor.add_)
-    assert makes_another(Tensor.new_zeros) and not makes_another(torch.zeros_like)
+    assert work_of(Tensor.new_zeros).makes_another
+    assert not work_of(torch.zeros_like).makes_another
+    assert work_of(Tensor.__isub__).is_in_place and work_of(Tensor.add_).is_in_place
+    assert not work_of(Tensor.__invert__).is_in_place
+    assert not work_of(Tensor.__add__).is_in_place and not work_of(torch.add).is_in_place
 
 
 def test_gradients_are_scaled_by_what_tells_other_ranks_of_an_inf() -> None:
