@@ -12,6 +12,8 @@ from torch._library import custom_ops as library_ops
 from torch.autograd import Function
 from torch.utils import _python_dispatch
 
+from meshfold.errors import MeshfoldError
+
 OnCall = Callable[[type[Function], tuple[Any, ...]], Any]
 
 _OWN = ("torch", "meshfold")
@@ -21,26 +23,61 @@ _OWN = ("torch", "meshfold")
 @contextmanager
 def functions_met(on_call: OnCall) -> Iterator[None]:
     """A context in which on_call(Function, positional arguments) answers what Function.apply is
-    asked, but for calls inside of on_call; not for threads side by side."""
+    asked, but for calls inside of on_call; not for threads side by side.
+
+    `square = Square.apply`, written when the user's file was imported, is torch's own method: that
+    calls `apply` of the class above Function, which is stood in for as well."""
     before = vars(Function)["apply"]
     is_inside = False
 
     def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
-        nonlocal is_inside
-        package = function.__module__.partition(".")[0]
-        if is_inside or package in _OWN or not _has_tensor((args, kwargs)):
+        if is_inside or not _is_met(function, args, kwargs):
             return before.__get__(None, function)(*args, **kwargs)
+        return met(function, args, kwargs)
+
+    def apply_by_alias(function: type[Function], *args: Any, **kwargs: Any) -> Any:
+        if is_inside or not _is_met(function, args, kwargs):
+            if before_above is not None:  # one of these contexts inside another
+                return before_above.__get__(None, function)(*args, **kwargs)
+            return super(above, function).apply(*args, **kwargs)
+        return met(function, args, kwargs)
+
+    def met(function: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal is_inside
         is_inside = True
         try:
             return on_call(function, _positional(function, args, kwargs))
         finally:
             is_inside = False
 
+    above = _class_above()
+    before_above = vars(above).get("apply")
     Function.apply = classmethod(apply)  # type: ignore[assignment]
+    above.apply = classmethod(apply_by_alias)
     try:
         yield
     finally:
         Function.apply = before  # type: ignore[method-assign]
+        if before_above is None:
+            del above.apply
+        else:
+            above.apply = before_above
+
+
+def _is_met(function: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call is one of a user's Function with tensors."""
+    package = function.__module__.partition(".")[0]
+    return package not in _OWN and _has_tensor((args, kwargs))
+
+
+def _class_above() -> Any:
+    """Whose `apply` that of Function calls: it has none of its own."""
+    found = getattr(torch.autograd.function, "_SingleLevelFunction", None)
+    if found is None:  # pragma: no cover
+        raise MeshfoldError(
+            f"torch {torch.__version__} moved _SingleLevelFunction; use torch 2.11 to 2.13"
+        )
+    return found
 
 
 def is_of_op(node: Any) -> bool:

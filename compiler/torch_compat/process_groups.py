@@ -1,13 +1,18 @@
-"""Process groups of torch beyond its public calls: the timeout of a group, and gloo that listens on
-this machine only.
+"""Process groups of torch beyond its public calls: the timeout of a group, code that is to see no
+group, and gloo that listens on this machine only.
 """
 
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from meshfold.errors import MeshfoldError
 
 HOST = "127.0.0.1"
 LOOPBACK = "loopback"
@@ -28,6 +33,21 @@ def default_timeout() -> timedelta:
         if isinstance(timeout, timedelta):
             return timeout
     return dist.constants.default_pg_timeout
+
+
+@contextmanager
+def as_one_process() -> Iterator[None]:
+    """A context in which no process group is up: a model that gathers over ranks by itself
+    (contrastive losses, counts of codes, synchronised statistics) is that of one process."""
+    known: Any = getattr(distributed_c10d, "_world", None)
+    if not hasattr(known, "default_pg"):  # pragma: no cover
+        raise MeshfoldError(f"torch {torch.__version__} moved default_pg; use torch 2.11 to 2.13")
+    before = known.default_pg
+    known.default_pg = None
+    try:
+        yield
+    finally:
+        known.default_pg = before
 
 
 def loopback_store() -> Any:

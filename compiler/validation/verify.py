@@ -368,7 +368,7 @@ def _zeros_for_none(model: nn.Module, compiled: nn.Module) -> None:
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
     gradient = parameter.grad
-    return torch.zeros_like(parameter) if gradient is None else local_tensor(gradient)
+    return local_tensor(torch.zeros_like(parameter) if gradient is None else gradient)
 
 
 def _largest(x: Tensor) -> float:

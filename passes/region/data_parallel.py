@@ -155,9 +155,10 @@ def _carrying(graph: OpGraph, slots: Sequence[Sequence[Layout]], rules: RuleTabl
     ]
     types += [None] * (len(graph.values) - len(types))
     table: list[tuple[tuple[AxisRule, ...], ...]] = []
-    for op, (every, *others) in zip(graph.ops, rules, strict=True):
+    for k, (op, (every, *others)) in enumerate(zip(graph.ops, rules, strict=True)):
         arrived = [types[v] for v in op.operands]
-        taken = [rule for rule in every if _takes(rule, arrived)]
+        constant = is_constant_op(graph, k)
+        taken = [r for r in every if (r.name == "I" if constant else _takes(r, arrived))]
         best = max(taken, key=lambda rule: (rule.splits_work, not rule.comm), default=None)
         for position, v in enumerate(op.outputs):
             types[v] = best.outputs[position] if best else None

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from meshfold.errors import OptionError
+from meshfold.torch_compat.process_groups import as_one_process
 
 LossFunction = Callable[..., Any]
 
@@ -118,10 +119,12 @@ def _split(model: nn.Module, loss_fn: LossFunction, names: Iterable[str]) -> _Sp
     )
 
 
+@as_one_process()
 def call_model(
     model: nn.Module, arguments: Mapping[str, Any], loss_fn: LossFunction | None = None
 ) -> Any:
-    """What the model returns; with a loss function, its result beside that."""
+    """What the model returns; with a loss function, its result beside that. The batch is the global
+    one: a model that asks whether there are other processes is told that there are none."""
     if loss_fn is None:
         return _called(model, arguments)
     split = _split(model, loss_fn, arguments)

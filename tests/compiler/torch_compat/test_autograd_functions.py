@@ -27,6 +27,19 @@ class Outer(Function):
         return gradient
 
 
+class Double(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+double = Double.apply
+
+
 def test_outer_calls_are_met_with_all_their_arguments() -> None:
     before = vars(Function)["apply"]
     met: list[tuple[type[Function], tuple[Any, ...]]] = []
@@ -43,6 +56,24 @@ def test_outer_calls_are_met_with_all_their_arguments() -> None:
         swish(x, x)
     assert met == [(Outer, ()), (Quantize, ()), (Quantize, (3,))]
     assert vars(Function)["apply"] is before
+
+
+def test_calls_by_another_name_are_met_too() -> None:
+    """`square = Square.apply` is torch's own method, taken before any context."""
+    met: list[tuple[str, int]] = []
+
+    def on_call(function: type[torch.autograd.Function], args: tuple[object, ...]) -> object:
+        met.append((function.__name__, len(args)))
+        return double(double(*args))
+
+    x = torch.ones(2, requires_grad=True)
+    with functions_met(on_call):
+        y = double(x)
+        assert met == [("Double", 1)], "what it calls inside is not met"
+    assert y.tolist() == [4.0, 4.0]
+    assert double(x).tolist() == [2.0, 2.0] and met == [("Double", 1)]
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert gradient.tolist() == [4.0, 4.0]
 
 
 def test_modes_see_nothing_outside_of_tracing() -> None:

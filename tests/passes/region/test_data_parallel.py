@@ -102,10 +102,11 @@ def test_parameter_without_user_is_unsharded():
 
 
 class Dense(nn.Module):
-    """Each layer reads what all before it made, as in DenseNet."""
+    """Each layer reads what all before it made, as in DenseNet; also a constant, if so asked."""
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers: int, has_constant: bool = False) -> None:
         super().__init__()
+        self.has_constant = has_constant
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Conv2d(8 + 4 * k, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
             for k in range(num_layers)
@@ -115,11 +116,14 @@ class Dense(nn.Module):
         found = [x]
         for layer in self.layers:
             found.append(layer(torch.cat(found, 1)))
+        if self.has_constant:
+            found.append(torch.ones(4, 4, 3, 3))
         return torch.cat(found, 1).mean()
 
 
-def test_the_batch_is_followed_through_what_is_too_large_to_be_solved_exactly():
-    folded = capture(Dense(24), {"x": torch.randn(4, 8, 3, 3)}).graph
+@pytest.mark.parametrize("has_constant", [False, True])
+def test_the_batch_is_followed_through_what_is_too_large_to_be_solved_exactly(has_constant):
+    folded = capture(Dense(24, has_constant), {"x": torch.randn(4, 8, 3, 3)}).graph
     _, costs, _ = costs_on(2, 1)
     rules = [region_rules(region.graph, (2,)) for region in folded.regions]
     found = follow_batch(folded, find_boundaries(folded), rules, costs, 4)
@@ -128,7 +132,9 @@ def test_the_batch_is_followed_through_what_is_too_large_to_be_solved_exactly():
     graph = folded.regions[0].graph
     pairs = zip(graph.ops, solution.typing.ops, strict=True)
     maps = [t.outputs[0][0] for op, t in pairs if len(graph.values[op.outputs[0]].shape) == 4]
-    assert maps == [Shard(0)] * 97 and solution.typing.outputs[-1] == (INVARIANT,)
+    # A constant is made whole by all.
+    assert [m for m in maps if m != INVARIANT] == [Shard(0)] * 97
+    assert len(maps) == 97 + has_constant and solution.typing.outputs[-1] == (INVARIANT,)
 
 
 @pytest.mark.parametrize(

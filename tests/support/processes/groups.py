@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
+import meshfold
 from meshfold.distributed.local_processes import Report
 from meshfold.distributed.rank_mesh import ProcessMesh, process_mesh
 from meshfold.ir.mesh import Mesh
@@ -75,3 +77,43 @@ def say_process_id(report: Report) -> None:
     if dist.get_rank():
         dist.barrier()
     time.sleep(600.0)
+
+
+class Contrastive(nn.Module):
+    """Gathers its embeddings over the ranks by itself, as CLIPs do, and synchronises statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 16), nn.Linear(8, 16)
+        self.norm = nn.SyncBatchNorm(16)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        a, b = self.norm(self.left(x)), self.right(y)
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            parts = [torch.empty_like(b) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, b)
+            b = torch.cat(parts)
+        return nn.functional.cross_entropy(a @ b.T, torch.arange(len(a)))
+
+
+def contrastive(rows: int = 8) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model in float64 and its batch, the same on all ranks."""
+    torch.manual_seed(0)
+    x, y = torch.randn((2, rows, 8), dtype=torch.float64)
+    return Contrastive().double(), {"x": x, "y": y}
+
+
+def contrastive_losses(pins: dict[str, Any]) -> list[float]:
+    """Of three steps, and whether the default group is there behind them."""
+    model, batch = contrastive()
+    options = meshfold.CompileOptions(pins={"microbatches": 1, **pins})
+    compiled = meshfold.compile(model, f"local-cpux{dist.get_world_size()}", batch, options=options)
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        losses.append(float(compiled.train_step(batch)))
+        optimizer.step()
+        optimizer.zero_grad()
+    compiled.close()
+    assert dist.is_initialized()
+    return losses
