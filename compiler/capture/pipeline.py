@@ -23,6 +23,11 @@ from meshfold.capture.dedup.expand import expand_calls
 from meshfold.capture.dedup.modules import Child, find_children, wrapped
 from meshfold.capture.dedup.tracer import CallPlan, CallTracer, plan_calls, strip
 from meshfold.capture.gradients.route import NextStepError, Route
+from meshfold.capture.known_values.fixed_buffers import (
+    choices_of_buffers,
+    fix_buffers,
+    fixed_buffers_note,
+)
 from meshfold.capture.known_values.fixed_inputs import fixed_note, graph_structure
 from meshfold.capture.known_values.known_tensors import KnownTensors
 from meshfold.capture.known_values.refusals import refused_branch
@@ -92,6 +97,7 @@ class Wanted:
     rules: tuple[CustomRule, ...]
     runs_checks: bool
     fixed: tuple[str, ...] = ()
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -101,7 +107,8 @@ class Captured:
     structure: what a step returns around the outputs of `graph`, by their names.
     no_loss: why the first output is no loss, for the user.
     rules: of custom ops, as they were given. checkpointed: what the model asks to be recomputed.
-    fixed: values that inputs have in every batch, by path; these are no inputs of the graph."""
+    fixed: values that inputs have in every batch, by path; these are no inputs of the graph.
+    fixed_buffers: values of buffers that forward decides by, by name; the graph reads none."""
 
     graph: FoldedGraph
     constants: Mapping[str, torch.Tensor]
@@ -110,6 +117,7 @@ class Captured:
     rules: tuple[CustomRule, ...] = ()
     checkpointed: tuple[str, ...] = ()
     fixed: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    fixed_buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def capture(
@@ -156,7 +164,7 @@ def capture(
             plain_checkpoints() as checkpoints,
             dense_flex_attention(),
         ):
-            captured = _capture_graph_too(model, example_inputs, full_capture, wanted, shared)
+            captured = _capture_as_it_can_be(model, example_inputs, full_capture, wanted, shared)
         return _with_checkpoints(captured, checkpoints)
     finally:
         # What forward keeps there are fake tensors and hooks of the fake copy.
@@ -171,23 +179,25 @@ def _with_checkpoints(captured: Captured, calls: CheckpointedCalls) -> Captured:
     return replace(captured, graph=graph, checkpointed=calls.names)
 
 
-def _capture_graph_too(
+def _capture_as_it_can_be(
     model: nn.Module,
     example_inputs: Mapping[str, Any],
     full_capture: bool,
     wanted: Wanted,
     shared: Snapshot,
 ) -> Captured:
-    """The capture; with the structure of a graph fixed where there is none otherwise."""
+    """The capture; with the structure of a graph fixed, or what buffers of one number hold, where
+    there is none otherwise."""
     try:
         return _capture(model, example_inputs, full_capture, wanted, shared)
     except CaptureError:
-        structure = graph_structure(example_inputs, wanted.fixed)
-        if not structure:
-            raise
-        fixed = replace(wanted, fixed=(*wanted.fixed, *structure))
-        with contextlib.suppress(CaptureError, OptionError):
-            return _capture(model, example_inputs, full_capture, fixed, shared)
+        others = []
+        if structure := graph_structure(example_inputs, wanted.fixed):
+            others.append(replace(wanted, fixed=(*wanted.fixed, *structure)))
+        others += (replace(wanted, buffers=x) for x in choices_of_buffers(model))
+        for other in others:
+            with contextlib.suppress(CaptureError, OptionError):
+                return _capture(model, example_inputs, full_capture, other, shared)
         raise
 
 
@@ -213,11 +223,14 @@ def _capture(
         nonlocal names
         shared.restore()  # every trace begins as the first one does
         fake = replace(fake_copy(model, precision), functions=functions, route=route)
+        fix_buffers(fake.module, wanted.buffers)
         call.prepare(fake.module)
         inputs = flatten_inputs(example_inputs, fake.mode, precision, wanted.loss_fn, wanted.fixed)
-        children = find_children(fake.module) if has_calls and not inputs.fixed else []
+        is_fixed = inputs.fixed or wanted.buffers
+        children = find_children(fake.module) if has_calls and not is_fixed else []
+        noted = _noted(fake, note, fixed_buffers_note(wanted.buffers), inputs)
         try:
-            return _trace(_noted(fake, note, inputs), inputs, names, children, wanted, call)
+            return _trace(noted, inputs, names, children, wanted, call)
         except NextStepError:
             pass
         except WrittenParametersError as found:
@@ -244,12 +257,12 @@ def _capture(
     refuse_other_next_call(trace, is_same, is_same_with_caches)
     refuse_questions(spaces_of(model, *filter(None, [wanted.loss_fn])), is_same)
     _refuse_other_branches(trace, lambda: traced(False, call=TracedCall(skips=True)))
-    return trace.captured
+    return replace(trace.captured, fixed_buffers=wanted.buffers)
 
 
-def _noted(fake: FakeCopy, note: str, inputs: ExampleInputs) -> FakeCopy:
+def _noted(fake: FakeCopy, note: str, of_buffers: str, inputs: ExampleInputs) -> FakeCopy:
     fixed = map(fixed_note, inputs.fixed, inputs.fixed.values())
-    return replace(fake, notes=(*fake.notes, *filter(None, [note]), *fixed))
+    return replace(fake, notes=(*fake.notes, *filter(None, [note, of_buffers]), *fixed))
 
 
 def _is_same(some: Captured, other: Captured) -> bool:

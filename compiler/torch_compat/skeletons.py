@@ -6,7 +6,7 @@ stay ties, no storage is copied whatever the model's size, and the model is not 
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -73,9 +73,16 @@ def _computed(model: nn.Module) -> Iterator[Tensor]:
             yield from (x for x in contents if isinstance(x, Tensor) and not x.is_leaf)
 
 
-def meta_copy(model: nn.Module) -> nn.Module:
-    """A copy on the meta device."""
-    return copy_with(model, lambda tensor: empty_like(tensor, torch.device("meta")))
+def meta_copy(model: nn.Module, valued: Collection[str] = ()) -> nn.Module:
+    """A copy on the meta device, but for the buffers of these names, which keep their values."""
+    buffers = {id(model.get_buffer(name)) for name in valued}
+
+    def copied(tensor: Tensor) -> Tensor:
+        if id(tensor) in buffers:
+            return tensor.detach().clone()
+        return empty_like(tensor, torch.device("meta"))
+
+    return copy_with(model, copied)
 
 
 def empty_like(tensor: Tensor, device: torch.device) -> Tensor:

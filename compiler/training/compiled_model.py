@@ -116,7 +116,7 @@ class CompiledModel(ShardedModel):
         self._sharded = frozenset(name for name, of in axes.items() if of)
         """Parameters of which another rank holds another shard, or none."""
         self._adopt(model, initial_shards(model, program, self._states, rank_mesh, plan.seed))
-        self._bound = BoundTensors.of(self, self._canonical)
+        self._bound = BoundTensors.of(self, self._canonical, captured.fixed_buffers)
         self._guard()
         self._untrained = Untrained()
         self._settings = CapturedSettings(model)

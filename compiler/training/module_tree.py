@@ -3,7 +3,7 @@ copies of it, and what was changed in it since."""
 
 import copy
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -28,15 +28,21 @@ def canonical_names(folded: FoldedGraph) -> dict[str, str]:
 @dataclass(frozen=True)
 class BoundTensors:
     """The tensors of a module tree that its program reads. canonical: see canonical_names; forms:
-    shape and dtype of each, by canonical name, when the model was compiled."""
+    shape and dtype of each, by canonical name, when the model was compiled. fixed: values of
+    buffers that the program has as constants."""
 
     canonical: Mapping[str, str]
     forms: Mapping[str, tuple[torch.Size, torch.dtype]]
+    fixed: Mapping[str, Tensor] = field(default_factory=dict)
 
     @staticmethod
-    def of(root: nn.Module, canonical: Mapping[str, str]) -> "BoundTensors":
+    def of(
+        root: nn.Module, canonical: Mapping[str, str], fixed: Mapping[str, Tensor]
+    ) -> "BoundTensors":
         named = (*root.named_parameters(), *root.named_buffers())
-        return BoundTensors(canonical, {canonical[n]: (x.shape, x.dtype) for n, x in named})
+        forms = {canonical[n]: (x.shape, x.dtype) for n, x in named}
+        values = {canonical[n]: x for n, x in fixed.items() if canonical.get(n) in forms}
+        return BoundTensors(canonical, forms, values)
 
     def by_name(self, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """By canonical name. Raises OptionError for one that the compiled model did not have."""
@@ -67,6 +73,12 @@ class BoundTensors:
                 return (
                     f"{name} is {_text(now[name].shape, now[name].dtype)} on this rank, and was "
                     f"compiled as {_text(*form)}; {_WHAT_NEXT}"
+                )
+        for name, value in self.fixed.items():
+            if now[name].item() != value.item():
+                return (
+                    f"the buffer {name} is {now[name].item():g}, and was {value.item():g} when the "
+                    "model was captured, which decides what forward does; compile the model again"
                 )
         return ""
 

@@ -96,11 +96,13 @@ class InnerGradients:
 
     def refuse_kept(self, model: nn.Module) -> tuple[torch.Tensor, ...]:
         """The tensors whose gradient ends with the call. Raises CaptureError for one that the
-        model keeps and is no parameter: an optimizer may have it."""
+        model keeps and is neither parameter nor buffer: an optimizer may have it. (A codebook
+        begins its loss with a buffer of zero, and asks for a gradient through it.)"""
         kept = {
             id(value)
             for module in model.modules()
-            for held in (*vars(module).values(), *module._buffers.values())
+            for name, held in vars(module).items()
+            if name != "_buffers"
             for value in _contents(held)
         }
         if any(id(leaf) in kept for leaf in self._leaves):

@@ -36,7 +36,7 @@ def refused_branch(name: str, source: str) -> CaptureError:
         "a Python branch depends on the value of a tensor, which a graph cannot hold; write it "
         "with torch.where, or decide it outside the model (a branch with a side that only raises "
         "is a check, and captured), or name integer inputs that are the same in every batch in "
-        "fixed_inputs",
+        "fixed_inputs; a model that initialises itself in its first call is called once before",
         op=name.removeprefix("torch."),
         source=source,
     )

@@ -98,8 +98,8 @@ class FunctionCalls:
             torch.is_grad_enabled(),
         )
         if key not in self._known:
-            self._known[key] = len(self.calls)
             self.calls.append(self._found(op, arguments, tensors))
+            self._known[key] = len(self.calls) - 1  # not before: it may raise, and be asked again
         number = self._known[key]
         call = self.calls[number]
         given = [t.detach() if k in call.untrained else t for k, t in enumerate(tensors)]

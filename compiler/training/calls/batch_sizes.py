@@ -66,7 +66,7 @@ class OtherSizes:
         fixed: Mapping[str, Any],
         loss_fn: LossFunction | None = None,
     ) -> None:
-        self.skeleton = meta_copy(model)
+        self.skeleton = meta_copy(model, first.captured.fixed_buffers)
         self.first = first
         self.loss_fn = loss_fn
         self._mesh = mesh

@@ -43,6 +43,9 @@ class InPlace(Noisy):
         return x.mul_(2)
 
 
+in_place = InPlace.apply
+
+
 class Launching(Noisy):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -104,3 +107,14 @@ def test_equal_calls_are_found_once() -> None:
             calls.on_call(Frozen, (x, scale))
     assert len(calls.calls) == 2
     assert calls.calls[0].untrained == {1} and calls.calls[0].trained == (True,)
+
+
+def test_a_refused_call_is_refused_again() -> None:
+    """Another trace of the same model asks once more, with the same record of calls."""
+    calls = FunctionCalls()
+    x = fake_mode().from_tensor(torch.ones(2))
+    for _ in range(2):
+        with pytest.raises(CaptureError, match="changes an argument in place"):
+            calls.on_call(InPlace, (x,))
+    with pytest.raises(CaptureError, match=r"InPlace is .* changes an argument in place"):
+        capture(Model(lambda y: in_place(y + 1).sum()), {"x": torch.ones(4, 4)})
