@@ -18,7 +18,7 @@ from meshfold.models.from_argument import build_model
 from meshfold.passes.region.typing import MeshSearch
 from meshfold.zero.parameter_group import GroupBuffers
 
-CONFIG = Path(__file__).parent.parent / "examples" / "configs" / "llama-3-405b.json"
+CONFIG = Path(__file__).parents[2] / "examples" / "configs" / "llama-3-405b.json"
 DP, TP = 2048, 8
 RANK = 11_111
 REPEATS = 5
