@@ -91,7 +91,7 @@ def compile(
 
     sync_module_states: where initial values differ between ranks, take those of rank 0 and warn;
     else refuse. num_compared_batches: forward passes in which ranks that must hold the same rows
-    compare them; None: all.
+    compare them; None: all. 0: nor do they compare the parameters that they hold alike.
 
     Raises CaptureError, InfeasibleError, OptionError, ClusterSpecError, PlanFormatError, and
     PlanMismatchError if plan, model and processes do not belong together; RanksDifferError on all
