@@ -32,6 +32,7 @@ from meshfold.ir.custom_ops import CustomRule
 from meshfold.ir.plan import Plan
 from meshfold.models.config_file import Configuration, read_configuration
 from meshfold.models.user_code import user_code
+from meshfold.torch_compat.process_groups import as_one_process
 
 SEQUENCE_LIMIT = 2048
 """Longest default sequence; --seq goes beyond."""
@@ -81,7 +82,8 @@ def build_model(
     for name, size in (("batch", batch), ("seq", sequence)):
         if size is not None and size < 1:
             raise OptionError(f"--{name} {size}: no size; write 1 or more")
-    with torch.random.fork_rng(devices=[]):
+    # A model that looks for other processes when it is built is that of one.
+    with torch.random.fork_rng(devices=[]), as_one_process():
         torch.manual_seed(0)
         if isinstance(argument, str):
             if not is_configuration(argument):

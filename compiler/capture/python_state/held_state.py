@@ -31,7 +31,7 @@ State = Mapping[tuple[str, str], Any]
 Changes = Mapping[tuple[str, str], tuple[Any, Any]]
 """Plain values before and after forward, of those that it changed, by the keys of State."""
 
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _MOST = 64
 """Entries of the longest container that is looked at."""
 _DEPTH = 4
@@ -97,6 +97,8 @@ def plain_state(model: nn.Module) -> State:
 
 
 def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple) and len(value) <= _MOST:  # a torch.Size is one
+        return all(_is_plain(x) and not isinstance(x, (list, dict)) for x in value)
     if isinstance(value, (list, dict)) and len(value) <= _MOST:
         entries = value.values() if isinstance(value, dict) else value
         return all(issubclass(type(entry), _PLAIN) for entry in entries)

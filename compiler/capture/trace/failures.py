@@ -66,6 +66,12 @@ def _repair(reason: str, error: Exception) -> str:
             "outside of torch; capture the model without labels, and compute its loss from what "
             "it returns"
         )
+    if "process group has not been initialized" in reason:
+        return (
+            "the batch is the global one, and a model is shown no process group; build one that "
+            "asks when it is built whether there are others before torch.distributed."
+            "init_process_group"
+        )
     if "higher order operator" in reason:
         return (
             "compute both sides of a torch.cond and choose by torch.where; write while_loop and "

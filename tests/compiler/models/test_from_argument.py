@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshfold.capture.pipeline import capture
 from meshfold.errors import OptionError
@@ -82,6 +83,11 @@ def wrongly_ruled():
 def failing():
     raise KeyError("weights")
 
+def asking():
+    model, inputs = plain()
+    model.sees_others = torch.distributed.is_initialized()
+    return model, inputs
+
 number = 3
 """
 
@@ -110,6 +116,15 @@ def test_a_factory_in_the_working_directory(here: Path) -> None:
     assert built.example_inputs["input"].shape == (4, 2)
     sized = build_model("mine_for_test:sized", batch=6, sequence=3)
     assert sized.example_inputs["input"].shape == (6, 3, 2)
+
+
+def test_a_factory_is_shown_no_process_group(here: Path) -> None:
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        assert build_model("mine_for_test:asking").model.sees_others is False
+        assert torch.distributed.is_initialized()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_a_factory_may_return_rules_of_its_ops(here: Path) -> None:

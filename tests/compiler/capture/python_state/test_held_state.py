@@ -7,7 +7,9 @@ import torch
 from support.programs.linears import Linears, Middle, assert_refused, captured_line
 from torch import Tensor, nn
 
+from meshfold.capture.pipeline import capture
 from meshfold.capture.python_state.held_state import changed_state, plain_state
+from meshfold.errors import CaptureError
 
 COUNTS = {"calls": 0}
 
@@ -203,3 +205,49 @@ def test_plain_state_is_of_plain_values() -> None:
     assert before["", "calls"] == 0 and ("", "first") not in before
     model.calls, model.log = 3, [torch.ones(1)]
     assert changed_state(before, model) == {("", "calls"): (0, 3)}
+
+
+class Grid(nn.Module):
+    """Keeps a table of positions for the sizes, dtype and device that it was last asked for, as
+    neural operators do. by: how it writes down for which."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.linear, self.by = nn.Linear(4, 4), by
+        self.table: list[Tensor] | None = None
+        self.made_for: object = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        key = {
+            "size": x.shape[1:],
+            "tuple": tuple(x.shape[1:]),
+            "dtype": x.dtype,
+            "device": x.device,
+            "all": (x.shape[1:], x.dtype, x.device),
+        }[self.by]
+        if self.table is None or self.made_for != key:
+            self.table, self.made_for = [torch.linspace(0, 1, x.shape[1])], key
+        return (self.linear(x) + self.table[0]).square().mean()
+
+
+@pytest.mark.parametrize("by", ["size", "tuple", "dtype", "device", "all"])
+def test_a_cache_is_found_again_by_sizes_dtype_and_device(by: str) -> None:
+    captured = capture(Grid(by), {"x": torch.randn(8, 4)})
+    assert captured.graph.num_ops == 5
+
+
+class Shifting(nn.Module):
+    """Computes something else with a tuple that it changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.window = nn.Linear(4, 4), (0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.window = (self.window[1], self.window[0])
+        return self.linear(x).roll(self.window[0]).mean()
+
+
+def test_a_tuple_that_changes_what_is_computed_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"forward changes window \(from \(0, 1\) to \(1, 0\)\)"):
+        capture(Shifting(), {"x": torch.randn(8, 4)})

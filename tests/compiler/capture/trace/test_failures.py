@@ -33,6 +33,7 @@ def _watch(failed: str = "", asked: str = "") -> Any:
         (GRADIENT_IN_VMAP, "x", "", r"^torch.func cannot be .*vmap; take that of the sum"),
         ("higher order operator", "cond", "", r"compute both sides of a torch.cond"),
         ("'NoneType' object is not", "", "", r"pass it in example_inputs"),
+        ("Default process group has not been initialized, please", "", "", r"before torch\.dist"),
         ("no fake implementation", "op", "", r"register one with torch.library.register_fake"),
     ],
 )
