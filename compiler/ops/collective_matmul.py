@@ -79,8 +79,12 @@ class _RowShards:
         """The weight as [k, o]."""
         return weight if self.transposed else weight.t()
 
+    def matrix_back(self, weight: Tensor) -> Tensor:
+        """What the gradient of the result is multiplied with: of complex weights the conjugate."""
+        return self.matrix(weight).t().conj()
+
     def weight_gradient(self, gradient: Tensor, x: Tensor) -> Tensor:
-        g, rows = gradient.flatten(0, -2), x.flatten(0, -2)
+        g, rows = gradient.flatten(0, -2), x.flatten(0, -2).conj()
         return rows.t() @ g if self.transposed else g.t() @ rows
 
     @property
@@ -175,7 +179,7 @@ def _gradients_of_rows(
     shards: _RowShards, gradient: Tensor, weight: Tensor, *, of_input: bool, of_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """(gradient of x, gradients of the results of all ranks) of a scattered product, if wanted."""
-    matrix = shards.matrix(weight).t()
+    matrix = shards.matrix_back(weight)
     if group := shards.shared_group:
         full, (dx,) = gathered_products(gradient, [matrix], shards.dim, group)
         return dx if of_input else None, full
@@ -250,9 +254,9 @@ class _AllGatherMatmul(torch.autograd.Function):
 
         def summand(owner: int) -> Tensor:
             (first, weight), *others = given
-            total = shards.shard(first, owner) @ shards.matrix(weight).t()
+            total = shards.shard(first, owner) @ shards.matrix_back(weight)
             for gradient, weight in others:
-                total += shards.shard(gradient, owner) @ shards.matrix(weight).t()
+                total += shards.shard(gradient, owner) @ shards.matrix_back(weight)
             rows: Tensor = total.flatten(shards.dim, shards.dim + 1)
             return rows
 
@@ -263,7 +267,7 @@ class _AllGatherMatmul(torch.autograd.Function):
             weight_gradients()
             if given and needs[0]:
                 ((gradient, weight),) = given
-                matrix = shards.matrix(weight).t()
+                matrix = shards.matrix_back(weight)
                 of_x = scattered_product(gradient, matrix, shards.dim, shards.shared_group)
         return None, None, of_x, *of_weights, *of_biases
 

@@ -59,9 +59,10 @@ def expert_linear_backward(
     for expert, rows in _rows_by_expert(ids, weight.shape[0]):
         g = gradient[rows]
         if dx is not None:
-            dx[rows] = g @ _matrix(weight, expert, transposed).T
+            dx[rows] = g @ _matrix(weight, expert, transposed).T.conj()
         if dw is not None:
-            left, right = (x[rows], g) if transposed else (g, x[rows])
+            back = x[rows].conj()
+            left, right = (back, g) if transposed else (g, back)
             torch.mm(left.T, right, out=dw[expert])
         if db is not None:
             torch.sum(g, 0, out=db[expert])
@@ -81,7 +82,8 @@ def weight_gradient(
     left_out = set(range(shape[0] if into is None else 0))
     for expert, rows in _rows_by_expert(ids, shape[0]):
         g = gradient[rows]
-        left, right = (x[rows], g) if transposed else (g, x[rows])
+        back = x[rows].conj()
+        left, right = (back, g) if transposed else (g, back)
         # In place: a product of its own would be as large as the weights of an expert.
         if into is None:
             torch.mm(left.T, right, out=dw[expert])

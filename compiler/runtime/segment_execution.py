@@ -31,6 +31,7 @@ from meshfold.runtime.recomputation import Recomputation, Run, start_nothing
 from meshfold.runtime.selective_recomputation import SelectiveRecomputation, SelectiveRegion
 from meshfold.sharding.async_autograd import Actions
 from meshfold.zero.step import SECOND_BACKWARD, GroupUse, TrainingStep
+from meshfold.zero.step_ends import new_token
 
 
 class RegionExecution(Protocol):
@@ -362,5 +363,5 @@ class _Node(torch.autograd.Function):
         if execution is None:
             raise MeshfoldError(SECOND_BACKWARD)
         direct = execution.backward(gradients)
-        tokens = [use.shards[0].new_empty(0) for use in execution.uses if use.token is not None]
+        tokens = [new_token(use.shards[0]) for use in execution.uses if use.token is not None]
         return None, None, *tokens, *direct

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from meshfold.zero.step import GroupUse
+from meshfold.zero.step_ends import new_token
 
 
 def wait_group(use: GroupUse) -> tuple[Tensor, ...]:
@@ -51,4 +52,4 @@ class _UseGroup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, Tensor]:
         ctx.use.start_reduction(gradients)
-        return None, ctx.use.shards[0].new_empty(0, dtype=torch.float32)
+        return None, new_token(ctx.use.shards[0])

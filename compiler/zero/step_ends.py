@@ -29,6 +29,12 @@ def leave(step: TrainingStep, outputs: Sequence[Tensor]) -> list[Tensor]:
     return [next(wrapped) if x.requires_grad else x for x in outputs]
 
 
+def new_token(shard: Tensor) -> Tensor:
+    """A token, and what stands for its gradient: on the device of parameters, so that one autograd
+    thread runs the whole backward, and of one dtype, since some are complex beside others."""
+    return shard.new_empty(0, dtype=torch.float32)
+
+
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -38,9 +44,7 @@ class _Enter(torch.autograd.Function):
         ctx.step = weakref.ref(step)
         ctx.shards = {id(s): k for k, s in enumerate(shards)}
         ctx.set_materialize_grads(False)
-        # On the parameters' device, so that one autograd thread runs the whole backward.
-        # Of one dtype: groups of complex parameters stand beside others.
-        return tuple(shards[0].new_empty(0, dtype=torch.float32) for _ in uses)
+        return tuple(new_token(shards[0]) for _ in uses)
 
     @staticmethod
     def backward(ctx: Any, *tokens: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -1,7 +1,10 @@
 """Complex values inside a model, on simulated ranks."""
 
+from typing import Any
+
 import pytest
 import torch
+from support.processes.pool import Pools
 from support.programs.local_programs import capture, emit_uniform, errors_of_a_step
 from torch import Tensor, nn
 
@@ -91,3 +94,19 @@ def test_complex_values_and_their_gradients(strategy: UniformStrategy) -> None:
     for errors in errors_of_a_step(model, batch, captured, program):
         assert set(errors) == {"loss", "up.weight", "up.bias", "angles"}
         assert max(errors.values()) < 1e-14
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("pins", "mode"),
+    [
+        ({"pp": 2, "microbatches": 1}, "eager"),
+        ({"pp": 2, "microbatches": 2, "schedule": "zero_bubble"}, "scheduled"),
+        ({"dp": 2, "zero": 3, "microbatches": 1}, "scheduled"),
+        ({"tp": 2, "microbatches": 1}, "scheduled"),
+    ],
+)
+def test_products_with_complex_parameters(pools: Pools, pins: dict[str, Any], mode: str) -> None:
+    """Their gradients are of the conjugates."""
+    for worst in pools.run(2, "support.processes.complex_steps:worst_error", pins, mode):
+        assert worst < 1e-13

@@ -94,13 +94,15 @@ class _Linear(torch.autograd.Function):
         rows = gradient.reshape(-1, gradient.shape[-1])
         if needs_weight and ctx.weight is not None:
             # Detached: what comes before x in the graph need not wait for W.
-            inputs = x.detach().reshape(-1, x.shape[-1])
+            # Of complex numbers the other factor is conjugated; of real ones that is itself.
+            inputs = x.detach().reshape(-1, x.shape[-1]).conj()
             left, right = (rows.t(), inputs) if ctx.is_rows else (inputs.t(), rows)
             ctx.deferred.defer(
                 ctx.weight,
                 lambda into: left @ right if into is None else into.addmm_(left, right),
             )
-        to_x = gradient @ (weight if ctx.is_rows else weight.t()) if needs_x else None
+        factor = (weight if ctx.is_rows else weight.t()).conj()
+        to_x = gradient @ factor if needs_x else None
         return to_x, None, rows.sum(0) if needs_bias else None, None, None
 
 

@@ -50,6 +50,7 @@ def first_different(
 
 
 def _samples(parameter: Tensor) -> Tensor:
-    flat = parameter.detach().reshape(-1)
+    values = parameter.detach()
+    flat = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
     some = flat[:: max(1, flat.numel() // NUM_SAMPLES)][:NUM_SAMPLES].to(torch.float64)
     return torch.nn.functional.pad(some, (0, NUM_SAMPLES - some.numel()))

@@ -40,12 +40,14 @@ ROUTINGS = {
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
 def test_values_and_gradients_equal_a_product_per_row(
-    routing: str, transposed: bool, biased: bool
+    routing: str, transposed: bool, biased: bool, dtype: torch.dtype
 ) -> None:
     ids = torch.tensor(ROUTINGS[routing], dtype=torch.int64)
-    x = torch.randn(len(ids), 4, dtype=torch.float64, requires_grad=True)
-    weight, bias = real(NUM_EXPERTS, 5, 4), real(NUM_EXPERTS, 5) if biased else None
+    x = torch.randn(len(ids), 4, dtype=dtype, requires_grad=True)
+    weight = torch.randn(NUM_EXPERTS, 5, 4, dtype=dtype, requires_grad=True)
+    bias = torch.randn(NUM_EXPERTS, 5, dtype=dtype, requires_grad=True) if biased else None
     given = weight.detach().transpose(1, 2).contiguous() if transposed else weight.detach()
     given.requires_grad_()
     out = expert_linear(x, given, ids, bias, transposed)

@@ -25,18 +25,19 @@ from meshfold.ops.expert_linear import expert_linear
 from meshfold.passes.price.weight_gradients import SPLIT
 
 
-def draw(*shape: int) -> Tensor:
+def draw(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
+    return torch.randn(shape, generator=generator, dtype=dtype)
 
 
 @pytest.mark.parametrize("op", ["linear", "addmm", "mm"])
-def test_w_makes_what_b_left(op: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
+def test_w_makes_what_b_left(op: str, dtype: torch.dtype) -> None:
     work = DeferredWeightGrads()
     context = StepContext(single_mesh(Mesh(()), torch.device("cpu")), deferred=work)
-    x = draw(6, 4).requires_grad_()
-    weight = nn.Parameter(draw(3, 4) if op == "linear" else draw(4, 3))
-    bias = nn.Parameter(draw(3))
+    x = draw(6, 4, dtype=dtype).requires_grad_()
+    weight = nn.Parameter(draw(3, 4, dtype=dtype) if op == "linear" else draw(4, 3, dtype=dtype))
+    bias = nn.Parameter(draw(3, dtype=dtype))
     w, b = work.tap(weight), work.tap(bias)
     # Read twice, once through a view.
     if op == "linear":
@@ -50,8 +51,8 @@ def test_w_makes_what_b_left(op: str) -> None:
     else:
         y, expected = weight_gradients.mm(context, x, w) + b, x @ weight + bias
     assert torch.allclose(y, expected, rtol=1e-14)
-    gradients = torch.autograd.grad(expected.square().sum(), (x, weight, bias))
-    y.square().sum().backward()
+    gradients = torch.autograd.grad(expected.abs().square().sum(), (x, weight, bias))
+    y.abs().square().sum().backward()
     assert x.grad is not None and torch.allclose(x.grad, gradients[0], rtol=1e-13)
     assert weight.grad is None and bias.grad is None
     work.run()
