@@ -22,6 +22,7 @@ from meshfold.offload.copies import DeviceCopy, pages
 from meshfold.offload.host_link import HostLink
 from meshfold.offload.layer_copies import LayerCopies
 from meshfold.torch_compat.autograd_engine import at_end_of_backward
+from meshfold.torch_compat.tensor_subclasses import plain_tensor
 
 
 class HostParameters:
@@ -197,7 +198,8 @@ class HostParameters:
 
 def _new(copy: DeviceCopy, stored: Tensor, device: torch.device) -> nn.Parameter:
     """A copy of a parameter, of any value; without memory if it comes by layer."""
-    found = nn.Parameter(torch.empty_like(stored, dtype=copy.dtype, device=device))
+    like = plain_tensor(stored.detach())
+    found = nn.Parameter(torch.empty_like(like, dtype=copy.dtype, device=device))
     if copy.comes_by_layer:
         found.untyped_storage().resize_(0)
     return found

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from meshfold.offload.copies import DeviceCopy
 from meshfold.offload.host_parameters import HostParameters
+from meshfold.torch_compat.tensor_subclasses import plain_tensor
+from meshfold.training.shards.local_shard import local_parameter, local_tensor
 
 
 def stored(*names: str) -> dict[str, Tensor]:
@@ -95,3 +97,15 @@ def test_a_whole_step_that_fails_leaves_gradients_as_they_were() -> None:
     assert [p.grad.tolist() for p in parameters.values()] == before
     step(False)
     assert [p.grad.tolist() for p in parameters.values()] == [[0.0, 4.0, 8.0]] * 2
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_copies_of_shards_are_plain_so_that_a_step_knows_them_again(by_layer: bool) -> None:
+    """A program takes a shard as a plain tensor, which is the copy itself."""
+    parameters = {"w": local_parameter(torch.arange(3.0), requires_grad=True)}
+    host, told = on_host(parameters, DeviceCopy("w", torch.float32, comes_by_layer=by_layer))
+    copy = host.on_device(parameters)["w"]
+    assert plain_tensor(copy) is copy and host.takes(plain_tensor(copy))
+    assert host.comes_by_layer is by_layer
+    host.take(copy, torch.ones(3))
+    assert local_tensor(parameters["w"].grad).tolist() == [1.0] * 3 and told == ["w"]

@@ -259,6 +259,8 @@ def lose_a_stage(
         if when == "within":
             agreement.check_call("train_step", batch, compiled.num_forwards, compiled.training)
             agreement.check_contents(batch, ())
+            parameters = compiled._bound.by_name(compiled.named_parameters())
+            agreement.check_parameters(parameters, compiled.num_forwards)
             # The others receive what this rank sent last.
             time.sleep(0.3)
         if how == "dies":
