@@ -371,7 +371,7 @@ class CompiledModel(ShardedModel):
             self,
             memo,
             _SHARED,
-            {**dict.fromkeys(("host_side", "_hooks")), "_runners": {}, "_untrained": Untrained()},
+            {"host_side": None, "_hooks": None, "_runners": {}, "_untrained": Untrained()},
         )
         if made.rank_mesh is not None:
             made._guard()

@@ -38,13 +38,13 @@ def _buffers_of_one_number(model: nn.Module) -> dict[str, Tensor]:
 
 
 def fix_buffers(module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Makes them constants of a fake copy, in the dtypes that it has them in."""
+    """Makes them constants of a fake copy, in the dtypes that it has them in. One module may have
+    several names."""
     for name, value in values.items():
         path, _, leaf = name.rpartition(".")
         owner = module.get_submodule(path)
-        buffer = owner._buffers.pop(leaf)
-        assert buffer is not None
-        owner.__dict__[leaf] = value.to(buffer.dtype, copy=True)
+        if (buffer := owner._buffers.pop(leaf, None)) is not None:
+            owner.__dict__[leaf] = value.to(buffer.dtype, copy=True)
 
 
 def fixed_buffers_note(values: Mapping[str, Tensor]) -> str:

@@ -35,7 +35,9 @@ def first_different(
     mesh: RankMesh, alike: Mapping[str, Sequence[str]], parameters: Mapping[str, Tensor]
 ) -> str:
     """The name of one that other ranks hold otherwise, the same on all ranks that hold it; "" if
-    there is none. parameters: this rank's, by name. A collective call."""
+    there is none. parameters: this rank's, by name. A collective call: groups of an axis that agree
+    go on to the next one, so those that do not go with them."""
+    found = ""
     for axis, names in alike.items():
         here = [name for name in names if name in parameters]
         if not here:
@@ -44,9 +46,9 @@ def first_different(
         most, negated = all_reduced(mesh, torch.stack([own, -own]), (axis,), "max")
         size = torch.maximum(most.abs(), negated.abs()).amax(1, keepdim=True)
         different = (most + negated > TOLERANCE * size).any(1).nonzero().flatten().tolist()
-        if different:
-            return str(here[different[0]])
-    return ""
+        if different and not found:
+            found = here[different[0]]
+    return found
 
 
 def _samples(parameter: Tensor) -> Tensor:

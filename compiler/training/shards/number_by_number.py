@@ -90,7 +90,7 @@ def looks_for_inf(function: Callable[..., Any]) -> bool:
 class Work:
     """What a function does. is_safe: in every call what it would do to the whole, as far as is
     known; None where its arguments decide. makes_another: what it makes has nothing of the shard
-    but its dtype and device, or is no tensor. is_in_place: it gives back its first argument."""
+    but its dtype and device. is_in_place: it gives back its first argument."""
 
     is_safe: bool | None
     makes_another: bool

@@ -69,6 +69,14 @@ def test_the_side_that_an_initialised_model_takes_is_captured(dtype: torch.dtype
     assert torch.equal(compiled(**fewer), alone(**fewer))
 
 
+def test_a_module_that_has_two_names() -> None:
+    model, batch = flow()
+    model.again = model.layers
+    assert "again.1.initialized" in capture(model, batch).fixed_buffers
+    compiled = meshfold.compile(model, "local-cpux1", batch)
+    compiled.train_step(batch)
+
+
 def test_a_step_with_another_value_is_refused() -> None:
     model, batch = flow()
     compiled = meshfold.compile(model, "local-cpux1", batch)

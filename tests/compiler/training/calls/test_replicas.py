@@ -57,6 +57,22 @@ def test_what_rounding_does_passes_and_more_does_not(size: int, part: float, whe
         assert found == "abc"[where]
 
 
+def test_groups_that_differ_go_on_with_those_that_agree() -> None:
+    """Else they would wait for each other: every rank is in a group of each axis."""
+    x, axes = torch.ones(2), []
+
+    class Differs(SingleMesh):
+        def start_all_reduce(
+            self, y: Tensor, axis: tuple[str, ...], reduction: str = "sum"
+        ) -> Tensor:
+            axes.append(axis)
+            return y + 1.0
+
+    mesh = Differs(MESH, 0, CPU, LEVELS)
+    assert first_different(mesh, {"dp": ("a",), "tp": ("b",)}, {"a": x, "b": x}) == "a"
+    assert axes == [("dp",), ("tp",)]
+
+
 def test_a_stage_compares_what_it_has_and_scalars_too() -> None:
     x = torch.tensor(2.0)
     mesh = _Another(MESH, 0, CPU, LEVELS, other={"b": x + 1})
