@@ -25,7 +25,7 @@ BatchSlice = tuple[int, int, int]
 
 
 @torch.library.custom_op(
-    "meshfold::uniform", mutates_args=(), tags=torch.Tag.nondeterministic_seeded
+    "meshfold::uniform", mutates_args=(), tags=[torch.Tag.nondeterministic_seeded]
 )
 def uniform(
     size: list[int], dtype: torch.dtype, device: torch.device, alike: bool = False
@@ -38,7 +38,7 @@ def uniform(
 
 
 @torch.library.custom_op(
-    "meshfold::normal", mutates_args=(), tags=torch.Tag.nondeterministic_seeded
+    "meshfold::normal", mutates_args=(), tags=[torch.Tag.nondeterministic_seeded]
 )
 def normal(
     size: list[int], dtype: torch.dtype, device: torch.device, alike: bool = False

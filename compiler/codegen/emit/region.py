@@ -246,7 +246,7 @@ class _RegionEmitter:
         operands = [
             self.value(v, layout) for v, layout in zip(op.operands, typing.inputs, strict=True)
         ]
-        before = next(reversed(self.graph.nodes))
+        before = next(iter(reversed(self.graph.nodes)))
         context = OpContext(
             self.graph,
             self.step_node,
@@ -283,7 +283,7 @@ class _RegionEmitter:
         node = self.value(v, source)
         value = self.ops.values[v]
         for step in conversion_steps(value, source, target, self.costs):
-            before = next(reversed(self.graph.nodes))
+            before = next(iter(reversed(self.graph.nodes)))
             node = emit_step(self.graph, self.step_node, node, step, self.mesh, value)
             self._note_origin(before, (v, step))
         self._bind(v, target, node)
