@@ -15,6 +15,11 @@ MeshfoldError                       base; the CLI prints one line and exits 1
 └── PassError                       a pass of ours failed (pass and op)
 """
 
+from importlib import metadata
+
+TORCH_VERSIONS = "2.11 to 2.14"
+"""Those that the tests pass on; pyproject.toml states the same range."""
+
 
 class MeshfoldError(Exception):
     """Base of every error a user can meet."""
@@ -101,3 +106,8 @@ class PassError(MeshfoldError):
 
     def __init__(self, pass_name: str, op: str, message: str) -> None:
         super().__init__(f"pass {pass_name} failed at {op or 'the graph'}: {message}")
+
+
+def moved(name: str) -> MeshfoldError:
+    """The error for something private to torch that is not where it was."""
+    return MeshfoldError(f"torch {metadata.version('torch')} moved {name}; use {TORCH_VERSIONS}")

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from meshfold.torch_compat.autograd_engine import backward_from, gradients_from
+
 Product = Callable[[Tensor | None], Tensor]
 """Computes a gradient: a new tensor, or added to one that is given up."""
 
@@ -83,7 +85,7 @@ class DeferredWeightGrads:
             if k is not None:
                 found[k] = gradient
                 continue
-            shares = torch.autograd.grad([weight], edges, [gradient], allow_unused=True)
+            shares = gradients_from([weight], [gradient], edges)
             for j, share in enumerate(shares):
                 if share is not None:
                     known = found[j]
@@ -107,7 +109,7 @@ class DeferredWeightGrads:
             with torch.no_grad():
                 gradient = product(None)
             del product
-            torch.autograd.backward(weight, gradient)
+            backward_from([weight], [gradient])
             del gradient
             for g in sorted(reached.pop()):
                 left[g] -= 1
@@ -116,7 +118,7 @@ class DeferredWeightGrads:
         self._tapped, self._gradients = [], []
         tokens, self._tokens = self._tokens, []
         if tokens:
-            torch.autograd.backward([edge for edge, _ in tokens], [g for _, g in tokens])
+            backward_from([edge for edge, _ in tokens], [g for _, g in tokens])
 
     def _groups(self) -> list[list[int]]:
         """The numbers of taps whose gradients are handed over together, in the order of the
@@ -147,7 +149,7 @@ class DeferredWeightGrads:
         if pairs:
             edges, gradients = zip(*pairs, strict=True)
             del pairs
-            torch.autograd.backward(edges, gradients)
+            backward_from(edges, gradients)
 
 
 def _is_leaf(edge: GradientEdge) -> bool:

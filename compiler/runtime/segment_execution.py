@@ -30,6 +30,7 @@ from meshfold.errors import MeshfoldError
 from meshfold.runtime.recomputation import Recomputation, Run, start_nothing
 from meshfold.runtime.selective_recomputation import SelectiveRecomputation, SelectiveRegion
 from meshfold.sharding.async_autograd import Actions
+from meshfold.torch_compat.autograd_engine import gradients_from
 from meshfold.zero.step import SECOND_BACKWARD, GroupUse, TrainingStep
 from meshfold.zero.step_ends import new_token
 
@@ -273,7 +274,7 @@ class SegmentExecution:
         if found:
             exits, gradients = zip(*found, strict=True)
             entries = [edge for _, edge in saved.entries]
-            computed = torch.autograd.grad(exits, entries, gradients, allow_unused=True)
+            computed = gradients_from(exits, gradients, entries)
             for (name, _), gradient in zip(saved.entries, computed, strict=True):
                 self.add_gradient(name, gradient)
         if saved.deferred is None:

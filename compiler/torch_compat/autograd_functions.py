@@ -2,8 +2,10 @@
 torch.autograd.Function.apply, and that steps out of what torch traces with."""
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from types import BuiltinMethodType, ModuleType
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch._library import custom_ops as library_ops
 from torch.autograd import Function
 from torch.utils import _python_dispatch
 
-from meshfold.errors import MeshfoldError
+from meshfold.errors import moved
 
 OnCall = Callable[[type[Function], tuple[Any, ...]], Any]
 
@@ -26,7 +28,8 @@ def functions_met(on_call: OnCall) -> Iterator[None]:
     asked, but for calls inside of on_call; not for threads side by side.
 
     `square = Square.apply`, written when the user's file was imported, is torch's own method: that
-    calls `apply` of the class above Function, which is stood in for as well."""
+    calls `apply` of the class above Function, which is stood in for as well. From torch 2.14 it is
+    all in C, and what is stood in for are such names of modules."""
     before = vars(Function)["apply"]
     is_inside = False
 
@@ -54,9 +57,14 @@ def functions_met(on_call: OnCall) -> Iterator[None]:
     before_above = vars(above).get("apply")
     Function.apply = classmethod(apply)  # type: ignore[assignment]
     above.apply = classmethod(apply_by_alias)
+    names = _names_in_modules()
+    for scope, name, method in names:
+        scope[name] = _late(method.__self__)
     try:
         yield
     finally:
+        for scope, name, method in names:
+            scope[name] = method
         Function.apply = before  # type: ignore[method-assign]
         if before_above is None:
             del above.apply
@@ -70,13 +78,28 @@ def _is_met(function: type[Function], args: tuple[Any, ...], kwargs: dict[str, A
     return package not in _OWN and _has_tensor((args, kwargs))
 
 
+def _names_in_modules() -> list[tuple[dict[str, Any], str, Any]]:
+    """Names of modules that stand for `apply` of a Function, where that is in C."""
+    return [
+        (vars(module), name, value)
+        for key, module in list(sys.modules.items())
+        if key.partition(".")[0] not in _OWN and isinstance(module, ModuleType)
+        for name, value in list(vars(module).items())
+        if type(value) is BuiltinMethodType and value.__name__ == "apply"
+        if isinstance(value.__self__, type) and issubclass(value.__self__, Function)
+    ]
+
+
+def _late(function: type[Function]) -> Callable[..., Any]:
+    """A call of what `apply` is by then."""
+    return lambda *args, **kwargs: function.apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
 def _class_above() -> Any:
     """Whose `apply` that of Function calls: it has none of its own."""
     found = getattr(torch.autograd.function, "_SingleLevelFunction", None)
     if found is None:  # pragma: no cover
-        raise MeshfoldError(
-            f"torch {torch.__version__} moved _SingleLevelFunction; use torch 2.11 to 2.13"
-        )
+        raise moved("_SingleLevelFunction")
     return found
 
 

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch.utils import checkpoint
 
-from meshfold.errors import MeshfoldError
+from meshfold.errors import moved
 
 _NOT_REENTRANT = "_checkpoint_without_reentrant_generator"
+"""The function behind calls that are not reentrant; torch 2.14 calls one of this name and _impl."""
 
 
 @contextmanager
@@ -19,20 +19,23 @@ def checkpoints_as(
     """A context in which `reentrant` stands in for the CheckpointFunction of torch, and calls that
     are not reentrant are plain ones, of which on_other(function) is told; not for threads side by
     side."""
-    if not hasattr(checkpoint, _NOT_REENTRANT):  # pragma: no cover
-        raise MeshfoldError(
-            f"torch {torch.__version__} moved {_NOT_REENTRANT}; use torch 2.11 to 2.13"
-        )
-    before = checkpoint.CheckpointFunction, getattr(checkpoint, _NOT_REENTRANT)
+    name = (
+        f"{_NOT_REENTRANT}_impl"
+        if hasattr(checkpoint, f"{_NOT_REENTRANT}_impl")
+        else _NOT_REENTRANT
+    )
+    if not hasattr(checkpoint, name):  # pragma: no cover
+        raise moved(name)
+    before = checkpoint.CheckpointFunction, getattr(checkpoint, name)
 
     def plain(function: Callable[..., Any], *_: Any, **__: Any) -> Iterator[None]:
         on_other(function)
         yield
 
     checkpoint.CheckpointFunction = reentrant  # type: ignore[assignment,misc]
-    setattr(checkpoint, _NOT_REENTRANT, plain)
+    setattr(checkpoint, name, plain)
     try:
         yield
     finally:
         checkpoint.CheckpointFunction = before[0]  # type: ignore[misc]
-        setattr(checkpoint, _NOT_REENTRANT, before[1])
+        setattr(checkpoint, name, before[1])

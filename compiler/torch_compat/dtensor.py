@@ -13,16 +13,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from meshfold.errors import MeshfoldError
+from meshfold.errors import moved
 from meshfold.ir.spmd import Layout, PaddedShard, SpmdType
 from meshfold.ir.spmd import Shard as ShardType
 
 try:
     from torch.distributed.tensor.placement_types import _StridedShard
 except ImportError as error:  # pragma: no cover
-    raise MeshfoldError(
-        f"torch {torch.__version__} moved _StridedShard; use torch 2.11 to 2.13"
-    ) from error
+    raise moved("_StridedShard") from error
 
 
 def checkpoint_layout(stored: Layout, sizes: Sequence[int]) -> Layout:

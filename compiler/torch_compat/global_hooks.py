@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import torch
 from torch.nn.modules import module as torch_module
 
-from meshfold.errors import MeshfoldError
+from meshfold.errors import moved
 
 _TABLES = (
     "_global_forward_hooks",
@@ -27,5 +26,5 @@ def hook_tables() -> dict[str, dict[int, Any]]:
     """All tables of torch, by name."""
     missing = [name for name in _TABLES if not hasattr(torch_module, name)]
     if missing:  # pragma: no cover
-        raise MeshfoldError(f"torch {torch.__version__} moved {missing[0]}; use torch 2.11 to 2.13")
+        raise moved(missing[0])
     return {name: getattr(torch_module, name) for name in _TABLES}

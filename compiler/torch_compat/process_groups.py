@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from meshfold.errors import MeshfoldError
+from meshfold.errors import moved
 
 HOST = "127.0.0.1"
 LOOPBACK = "loopback"
@@ -41,7 +41,7 @@ def as_one_process() -> Iterator[None]:
     (contrastive losses, counts of codes, synchronised statistics) is that of one process."""
     known: Any = getattr(distributed_c10d, "_world", None)
     if not hasattr(known, "default_pg"):  # pragma: no cover
-        raise MeshfoldError(f"torch {torch.__version__} moved default_pg; use torch 2.11 to 2.13")
+        raise moved("default_pg")
     before = known.default_pg
     known.default_pg = None
     try:

@@ -11,14 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfold.errors import MeshfoldError
+from meshfold.errors import moved
 
 try:
     from torch.distributed import _symmetric_memory
 except ImportError as error:  # pragma: no cover
-    raise MeshfoldError(
-        f"torch {torch.__version__} moved _symmetric_memory; use torch 2.11 to 2.13"
-    ) from error
+    raise moved("_symmetric_memory") from error
 
 
 def enable(group_name: str) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
-from meshfold.errors import MeshfoldError
+from meshfold.errors import moved
 
 _LISTS = ((optimizer, "_foreach_supported_types"), (_foreach_utils, "_foreach_supported_types"))
 
@@ -15,9 +15,7 @@ _LISTS = ((optimizer, "_foreach_supported_types"), (_foreach_utils, "_foreach_su
 def on_plain_tensors() -> AbstractContextManager[None]:
     """Inside, functions of torch take subclasses for plain tensors, and return such."""
     if not hasattr(torch._C, "DisableTorchFunctionSubclass"):  # pragma: no cover
-        raise MeshfoldError(
-            f"torch {torch.__version__} moved DisableTorchFunctionSubclass; use torch 2.11 to 2.13"
-        )
+        raise moved("DisableTorchFunctionSubclass")
     return torch._C.DisableTorchFunctionSubclass()
 
 
@@ -32,8 +30,6 @@ def let_optimizers_fuse(kind: type[Tensor]) -> None:
     for module, name in _LISTS:
         kinds = getattr(module, name, None)
         if kinds is None:  # pragma: no cover
-            raise MeshfoldError(
-                f"torch {torch.__version__} moved {module.__name__}.{name}; use torch 2.11 to 2.13"
-            )
+            raise moved(f"{module.__name__}.{name}")
         if kind not in kinds:
             kinds.append(kind)

@@ -60,7 +60,7 @@ def test_only_regular_files_of_bounded_size_are_read(
             read_json(path)
     with pytest.raises(JsonFault, match="cannot be read .No such file"):
         read_json(tmp_path / "none.json")
-    with pytest.raises(JsonFault, match="no path .embedded null byte"):
+    with pytest.raises(JsonFault, match="no path .*embedded null"):
         read_json(tmp_path / "a\x00b")
     monkeypatch.setattr(json_input, "MOST_BYTES", 4)
     path = tmp_path / "a.json"

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.overrides import get_overridable_functions
 
+import meshfold.ops.draws  # noqa: F401 - its ops are asked for below
 from meshfold.errors import OptionError
 from meshfold.training.shards.local_shard import local_tensor, mark_gradient
 from meshfold.training.shards.number_by_number import (
@@ -74,7 +75,10 @@ def test_what_is_taken_to_work_number_by_number_does(dtype: torch.dtype) -> None
                     continue
                 tried.add(name)
                 assert whole.shape == halves.shape == (4, 3), name
-                assert torch.equal(whole.nan_to_num(), halves.nan_to_num()), name
+                a, b = whole.nan_to_num(), halves.nan_to_num()
+                # The last bit is another where vectors of numbers begin elsewhere.
+                near = a == b if not a.dtype.is_floating_point else (a - b).abs() <= 1e-15 * a.abs()
+                assert torch.equal(a.isnan(), b.isnan()) and near.all(), name
     assert len(tried) > {torch.float64: 300, torch.int64: 200, torch.bool: 60}[dtype]
 
 
