@@ -3,11 +3,14 @@
 #   make demo    plan a model, train it on four local processes, compare with one process
 #   make test    lint, format, strict types, then the tests but the slow ones
 #   make slow    the slow tests: every model family, whole scripts; some 40 minutes
+#   make versions TORCH=2.14.1 PYTHON=python3.13    the tests of the code on another torch or Python
 #
-# Both make .venv first. To use another interpreter: make demo PYTHON=python3.12
+# All make .venv first. To use another interpreter: make demo PYTHON=python3.12
 
 PYTHON ?= python3
-VENV := .venv
+# Another torch than constraints.txt has, for `make versions`; it gets an environment of its own.
+TORCH ?=
+VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 CODE := compiler passes cost_models tests examples benchmarks
 
@@ -24,7 +27,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 2 \
   --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 STRICT := --config-settings editable_mode=strict
 
-.PHONY: demo test slow seconds accuracy lint format schema readme install clean
+.PHONY: demo test slow versions seconds accuracy lint format schema readme install clean
 .DEFAULT_GOAL := test
 
 demo: install
@@ -41,6 +44,11 @@ seconds: install
 slow: install
 	@echo "== slow tests"
 	@$(PYTEST) -m "slow and not gpu"
+
+# But tests/repo, which holds what is written and printed with the pinned versions.
+versions: install
+	@test -n "$(TORCH)" || { echo "make: which torch? as in make versions TORCH=2.14.1" >&2; exit 2; }
+	@$(PYTEST) -m "not gpu and not slow" --ignore tests/repo
 
 # Predictions against published training runs; RUNS=file.json scores another file of them.
 accuracy: install
@@ -77,7 +85,8 @@ $(BIN)/python:
 
 $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "== installing meshfold and its dependencies (torch is large: some minutes the first time)"
-	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[dev]" $(STRICT)
+	@sed -e '' $(if $(TORCH),-e 's/^torch==.*/torch==$(TORCH)/' -e '/^setuptools==/d') constraints.txt > $(VENV)/constraints.txt
+	@$(BIN)/python -m pip install --disable-pip-version-check -c $(VENV)/constraints.txt -e ".[dev]" $(STRICT)
 	@rm -f $(VENV)/linked-*
 	@touch $@ $(LINKED)
 

@@ -131,7 +131,7 @@ def allocator_peak_bytes(run: Callable[[], None]) -> int:
     run()
     gc.collect()
     with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
     ) as profiler:
         run()
     recorded = profiler.profiler
