@@ -39,6 +39,7 @@ from meshfold.training.calls.captured_settings import CapturedSettings
 from meshfold.training.calls.other_calls import Calls
 from meshfold.training.calls.step_results import check_gradient, check_loss, step_result
 from meshfold.training.calls.untrained import Untrained
+from meshfold.training.calls.weights_left_behind import watch_weights
 from meshfold.training.module_tree import BoundTensors, canonical_names, copied, register_shards
 from meshfold.training.sharded_model import ShardedModel
 from meshfold.training.shards.gradient_norm import clip_gradients, cut_parameters, sharded_axes
@@ -119,6 +120,7 @@ class CompiledModel(ShardedModel):
         self._bound = BoundTensors.of(self, self._canonical, captured.fixed_buffers)
         self._guard()
         self._untrained = Untrained()
+        watch_weights(model, self)
         self._settings = CapturedSettings(model)
 
     @property
