@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from meshfold.torch_compat.autograd_engine import backward_from, gradients_from
-
 Product = Callable[[Tensor | None], Tensor]
 """Computes a gradient: a new tensor, or added to one that is given up."""
 
@@ -85,7 +83,7 @@ class DeferredWeightGrads:
             if k is not None:
                 found[k] = gradient
                 continue
-            shares = gradients_from([weight], [gradient], edges)
+            shares = torch.autograd.grad([weight], edges, [gradient], allow_unused=True)
             for j, share in enumerate(shares):
                 if share is not None:
                     known = found[j]
@@ -109,7 +107,7 @@ class DeferredWeightGrads:
             with torch.no_grad():
                 gradient = product(None)
             del product
-            backward_from([weight], [gradient])
+            torch.autograd.backward(weight, gradient)
             del gradient
             for g in sorted(reached.pop()):
                 left[g] -= 1
@@ -118,7 +116,7 @@ class DeferredWeightGrads:
         self._tapped, self._gradients = [], []
         tokens, self._tokens = self._tokens, []
         if tokens:
-            backward_from([edge for edge, _ in tokens], [g for _, g in tokens])
+            torch.autograd.backward([edge for edge, _ in tokens], [g for _, g in tokens])
 
     def _groups(self) -> list[list[int]]:
         """The numbers of taps whose gradients are handed over together, in the order of the
@@ -149,7 +147,7 @@ class DeferredWeightGrads:
         if pairs:
             edges, gradients = zip(*pairs, strict=True)
             del pairs
-            backward_from(edges, gradients)
+            torch.autograd.backward(edges, gradients)
 
 
 def _is_leaf(edge: GradientEdge) -> bool:

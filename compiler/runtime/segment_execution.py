@@ -30,7 +30,7 @@ from meshfold.errors import MeshfoldError
 from meshfold.runtime.recomputation import Recomputation, Run, start_nothing
 from meshfold.runtime.selective_recomputation import SelectiveRecomputation, SelectiveRegion
 from meshfold.sharding.async_autograd import Actions
-from meshfold.torch_compat.autograd_engine import gradients_from
+from meshfold.torch_compat.autograd_engine import edge_of
 from meshfold.zero.step import SECOND_BACKWARD, GroupUse, TrainingStep
 from meshfold.zero.step_ends import new_token
 
@@ -200,11 +200,11 @@ class SegmentExecution:
             k = segment.inputs.index(CONTEXT)
             arguments[k] = replace(arguments[k], deferred=deferred)
         results = self._compute(segment, arguments)
-        entries = [(segment.inputs[k], _edge(arguments[k])) for k in trained]
+        entries = [(segment.inputs[k], edge_of(arguments[k])) for k in trained]
         exits = []
         for name, x in zip(segment.outputs, results, strict=True):
             if isinstance(x, Tensor) and x.requires_grad:
-                exits.append((name, _edge(x)))
+                exits.append((name, edge_of(x)))
                 self.trained.add(name)
                 x = x.detach()
             self.values[name] = x
@@ -274,7 +274,7 @@ class SegmentExecution:
         if found:
             exits, gradients = zip(*found, strict=True)
             entries = [edge for _, edge in saved.entries]
-            computed = gradients_from(exits, gradients, entries)
+            computed = torch.autograd.grad(exits, entries, gradients, allow_unused=True)
             for (name, _), gradient in zip(saved.entries, computed, strict=True):
                 self.add_gradient(name, gradient)
         if saved.deferred is None:
@@ -325,11 +325,6 @@ class _SavedSegment:
     entries: Sequence[tuple[str, GradientEdge]]
     exits: Sequence[tuple[str, GradientEdge]]
     deferred: DeferredWeightGrads | None
-
-
-def _edge(x: Tensor) -> GradientEdge:
-    """What get_gradient_edge gives for a tensor that is no leaf, without its checks."""
-    return GradientEdge(x.grad_fn, x.output_nr)  # type: ignore[arg-type]
 
 
 class _Entry(torch.autograd.Function):

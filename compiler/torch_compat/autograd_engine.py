@@ -1,8 +1,8 @@
-"""A backward that begins at edges, the end of one that is running, and when
+"""Edges of autograd's graph, the end of a backward that is running, and when
 torch.autograd.graph.saved_tensors_hooks are entered. The one file that knows autograd's engine and
 how it keeps such hooks."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -26,41 +26,26 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     queue(call)
 
 
-def gradients_from(
-    edges: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[GradientEdge]
-) -> Sequence[Tensor | None]:
-    """The gradients at `inputs` of what has `gradients` at `edges`; None for what is not used."""
-    if _may_begin_at_functions():
-        return torch.autograd.grad(edges, inputs, gradients, allow_unused=True)
-    run = _engine_run()
-    found: Sequence[Tensor | None] = run(
-        tuple(edges), tuple(gradients), False, False, tuple(inputs), True, accumulate_grad=False
-    )
-    return found
-
-
-def backward_from(edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
-    """Adds to the leaves behind `edges` what has `gradients` there."""
-    if _may_begin_at_functions():
-        torch.autograd.backward(edges, gradients)
-        return
-    _engine_run()(
-        tuple(edges),
-        tuple(gradients),
-        False,
-        False,
-        (),
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
+def edge_of(x: Tensor) -> GradientEdge:
+    """What get_gradient_edge gives for a tensor that is no leaf, without its checks, and with its
+    token only where what is behind would be gone without one."""
+    token = None
+    if isinstance(x.grad_fn, torch._C._FunctionBase) and not _keeps_functions():
+        with torch.enable_grad():
+            token = x.view_as(x).grad_fn
+    return GradientEdge(x.grad_fn, x.output_nr, token)  # type: ignore[arg-type]
 
 
 @cache
-def _may_begin_at_functions() -> bool:
-    """Whether torch.autograd takes the edge of a custom Function as where to begin: torch 2.11 asks
-    it for shapes that only nodes in C++ have, also where gradients are given."""
-    x = torch.zeros(1, requires_grad=True)
-    return hasattr(_Same.apply(x).grad_fn, "_input_metadata")  # type: ignore[no-untyped-call]
+def _keeps_functions() -> bool:
+    """Whether the node of a Function lives as long as it is referred to from Python: that of torch
+    2.11 goes with the last tensor."""
+    with torch.enable_grad():
+        node = _Same.apply(torch.zeros(1, requires_grad=True)).grad_fn  # type: ignore[no-untyped-call]
+    try:
+        return bool(node._input_metadata)
+    except RuntimeError:
+        return False
 
 
 class _Same(torch.autograd.Function):
@@ -71,14 +56,6 @@ class _Same(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient
-
-
-def _engine_run() -> Callable[..., Any]:
-    """What both functions of torch.autograd call once shapes are checked."""
-    run: Callable[..., Any] | None = getattr(graph, "_engine_run_backward", None)
-    if run is None:  # pragma: no cover
-        raise moved("_engine_run_backward")
-    return run
 
 
 @contextmanager

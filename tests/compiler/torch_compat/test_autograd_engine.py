@@ -1,17 +1,16 @@
-"""A backward begins at any node; a call at the end of the one that runs; saved_tensors_hooks are
+"""Edges keep what is behind them; a call at the end of the one that runs; saved_tensors_hooks are
 told of, and entered as ever."""
 
 from typing import Any
 
 import pytest
 import torch
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
 from meshfold.torch_compat import autograd_engine
 from meshfold.torch_compat.autograd_engine import (
     at_end_of_backward,
-    backward_from,
-    gradients_from,
+    edge_of,
     saved_tensor_hooks_met,
 )
 
@@ -26,22 +25,17 @@ class Twice(torch.autograd.Function):
         return 2 * gradient
 
 
-@pytest.mark.parametrize("by", ["as this torch does", "as torch 2.11 does"])
-def test_a_backward_begins_at_functions_too(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if by == "as torch 2.11 does":
-        monkeypatch.setattr(autograd_engine, "_may_begin_at_functions", lambda: False)
-    x, unused = (torch.ones(2, requires_grad=True) for _ in range(2))
+@pytest.mark.parametrize("keeps", ["as this torch does", "as torch 2.11 does"])
+def test_an_edge_keeps_what_is_behind_it(keeps: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if keeps == "as torch 2.11 does":
+        monkeypatch.setattr(autograd_engine, "_keeps_functions", lambda: False)
+    x = torch.ones(2, requires_grad=True)
     inner = x.sin()
-    ends = [get_gradient_edge(y) for y in (Twice.apply(inner), inner.exp())]
+    edges = [edge_of(Twice.apply(inner)), edge_of(inner.exp())]
+    assert all(edge.ownership_token is None for edge in edges[1:])
     gradients = [torch.full((2,), 3.0), torch.full((2,), 5.0)]
-    begins = [get_gradient_edge(y) for y in (inner, unused)]
-    found, none = gradients_from(ends[:1], gradients[:1], begins)
-    assert none is None and found is not None and found.tolist() == [6.0, 6.0]
-
-    backward_from(ends[1:], gradients[1:])
-    backward_from([get_gradient_edge(Twice.apply(x))], gradients[:1])
-    expected = 5 * inner.exp() * x.cos() + 6
-    assert x.grad is not None and torch.equal(x.grad, expected)
+    (found,) = torch.autograd.grad(edges, [edge_of(inner)], gradients)
+    assert torch.equal(found, 6 + 5 * inner.exp())
 
 
 def test_it_comes_when_all_gradients_are_there() -> None:
