@@ -46,5 +46,6 @@ class _WeightsLeftBehind:
 
 
 def _versions(module: nn.Module) -> Mapping[str, int]:
-    """How often each parameter was written to."""
-    return {name: p._version for name, p in module.named_parameters()}
+    """How often each parameter was written to, which those made in inference mode do not know."""
+    known = ((name, p) for name, p in module.named_parameters() if not p.is_inference())
+    return {name: p._version for name, p in known}

@@ -90,3 +90,11 @@ def test_copies_say_nothing_and_need_no_meshfold(how: str) -> None:
     made = pickle.loads(pickled) if how == "pickle" else copy.deepcopy(model)
     assert said(made) == []
     train(meshfold.compile(made, "local-cpux1", X))
+
+
+def test_weights_made_in_inference_mode_are_not_counted() -> None:
+    with torch.inference_mode():
+        model = Net()
+    compiled = meshfold.compile(model, "local-cpux1", X)
+    train(compiled)
+    assert said(model) == []
