@@ -57,7 +57,7 @@ def functions_met(on_call: OnCall) -> Iterator[None]:
     before_above = vars(above).get("apply")
     Function.apply = classmethod(apply)  # type: ignore[assignment]
     above.apply = classmethod(apply_by_alias)
-    names = _names_in_modules()
+    names = [] if isinstance(before, classmethod) else _names_in_modules()
     for scope, name, method in names:
         scope[name] = _late(method.__self__)
     try:
