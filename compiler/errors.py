@@ -18,7 +18,7 @@ MeshfoldError                       base; the CLI prints one line and exits 1
 from importlib import metadata
 
 TORCH_VERSIONS = "2.11 to 2.14"
-"""Those that the tests pass on; pyproject.toml states the same range."""
+"""Those that the tests were run on; pyproject.toml states the same range."""
 
 
 class MeshfoldError(Exception):
@@ -110,4 +110,6 @@ class PassError(MeshfoldError):
 
 def moved(name: str) -> MeshfoldError:
     """The error for something private to torch that is not where it was."""
-    return MeshfoldError(f"torch {metadata.version('torch')} moved {name}; use {TORCH_VERSIONS}")
+    return MeshfoldError(
+        f"torch {metadata.version('torch')} moved {name}; use torch {TORCH_VERSIONS}"
+    )

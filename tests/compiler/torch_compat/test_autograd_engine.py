@@ -1,5 +1,5 @@
-"""Edges keep what is behind them; a call at the end of the one that runs; saved_tensors_hooks are
-told of, and entered as ever."""
+"""Edges keep what is behind them; a call at the end of the backward that runs; hooks of saved
+tensors are told of, and entered as ever."""
 
 from typing import Any
 
