@@ -2,9 +2,8 @@
 
 import re
 import tomllib
+from importlib import metadata
 from pathlib import Path
-
-import torch
 
 from meshfold.errors import TORCH_VERSIONS, MeshfoldError, moved
 
@@ -14,7 +13,9 @@ PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 def test_what_moved_is_named_with_the_versions_that_have_it() -> None:
     error = moved("_world.default_pg")
     assert isinstance(error, MeshfoldError)
-    expected = f"torch {torch.__version__} moved _world.default_pg; use torch {TORCH_VERSIONS}"
+    expected = (
+        f"torch {metadata.version('torch')} moved _world.default_pg; use torch {TORCH_VERSIONS}"
+    )
     assert str(error) == expected
 
 
