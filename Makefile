@@ -2,7 +2,8 @@
 #
 #   make demo    plan a model, train it on four local processes, compare with one process
 #   make test    lint, format, strict types, then the tests but the slow ones
-#   make slow    the slow tests: every model family, whole scripts; some 40 minutes
+#   make slow    half of the slow tests: every model family, whole scripts; some 25 minutes.
+#                Which half is in the commit's name; EVERY=1 runs all
 #   make versions TORCH=2.14.1 PYTHON=python3.13    the tests of the code on another torch or Python
 #
 # All make .venv first. To use another interpreter: make demo PYTHON=python3.12
@@ -43,7 +44,7 @@ seconds: install
 
 slow: install
 	@echo "== slow tests"
-	@$(PYTEST) -m "slow and not gpu"
+	@$(PYTEST) -m "slow and not gpu" $(if $(EVERY),--every-turn)
 
 # But tests/repo, which holds what is written and printed with the pinned versions.
 versions: install

@@ -34,6 +34,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--exhaustive", action="store_true", help="Tests that take a sample run all of it."
     )
     parser.addoption(
+        "--every-turn", action="store_true", help="Long and slow tests all run, not their turn."
+    )
+    parser.addoption(
         "--write-seconds", action="store_true", help="Long tests all run, and seconds.json is made."
     )
 
@@ -88,7 +91,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """What runs by default; under `-n`, what one worker runs, and what starts first."""
     if not config.getoption("exhaustive"):
         left = unsampled(items) | not_their_turn(items, commit_number())
-        if is_whole_run(config.args) and not config.getoption("write_seconds"):
+        is_every = config.getoption("every_turn") or config.getoption("write_seconds")
+        if is_whole_run(config.args) and not is_every:
             left |= in_turns([item for item in items if item not in left], commit_number())
         left -= {item for item in items if any(a.endswith(item.nodeid) for a in config.args)}
         config.hook.pytest_deselected(items=list(left))

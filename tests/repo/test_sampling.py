@@ -9,6 +9,7 @@ import pytest
 from support import sampling
 from support.sampling import (
     LONG_S,
+    SLOW_TURNS,
     TURNS,
     Case,
     in_turns,
@@ -99,6 +100,19 @@ def test_long_tests_take_turns(pytester: pytest.Pytester, monkeypatch: pytest.Mo
     assert set.union(*turns) == quick
 
 
+def test_slow_tests_take_turns(pytester: pytest.Pytester) -> None:
+    """Those that are rotated, too: every one is in some commit's run."""
+    pytester.makeini("[pytest]\nmarkers =\n slow\n rotated")
+    items = pytester.getitems(DRAWS)
+    slow = {i for i in items if i.get_closest_marker("slow")}
+    runs = []
+    for commit in range(3 * SLOW_TURNS * 256):
+        turn = set(items) - not_their_turn(items, commit)
+        runs.append(slow & turn - in_turns(sorted(turn, key=items.index), commit))
+    assert set.union(*runs) == slow
+    assert {len(run) for run in runs} == {1, 2}
+
+
 @pytest.mark.parametrize(
     ("args", "is_whole"),
     [(["tests"], True), (["/at/tests/"], True), (["tests/repo"], False), (["tests", "x"], False)],
@@ -109,7 +123,7 @@ def test_what_is_asked_for_runs_in_full(args: list[str], is_whole: bool) -> None
 
 def test_seconds_are_means_of_long_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "SECONDS", tmp_path / "seconds.json")
-    write_seconds({"b": [1.0, 3.1], "a": [1.4], "c": [1.3, 1.1], "d": [9.9]})
+    write_seconds({"b": [1.0, 3.1], "a": [1.4], "c": [0.7, 0.6], "d": [9.9]})
     assert json.loads((tmp_path / "seconds.json").read_text()) == {"a": 1.5, "b": 2.0, "d": 10.0}
     assert [path.name for path in tmp_path.iterdir()] == ["seconds.json"]
 
