@@ -16,9 +16,9 @@ A quarter of the slow cases runs, which one is in the commit's name: a failure i
 next run of the same code, and other cases run after the next commit. A case that is named in full
 on the command line always runs.
 
-Of a run of all tests a part runs in the same way (unless `--every-turn`): half of the slow ones, and
-of the others a fifth of the long ones, those of LONG_S or more by seconds.json, which `make seconds`
-writes. Machines of continuous integration were seen to take more than twice as long as others.
+Of a run of all tests a part runs in the same way (unless `--every-turn`): half of the slow ones,
+and of the others a fifth of the long ones, those of LONG_S or more by seconds.json, which `make
+seconds` writes. Machines of continuous integration were seen to take twice as long as others.
 """
 
 import json
