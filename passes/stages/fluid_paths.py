@@ -8,13 +8,16 @@ are fluid: x[s, r, k] of run r are in stage s under strategy k, and the step is 
 
     min z   over   seconds of the chain at x + sync_s of its last device <= z        every chain
                    sum_rk x[s, r, k] >= 1                                       every stage s
-                   sum (state + in flight * activation) x <= memory - least transient
-                                                              every device, every moment
+                   sum (state + in flight * activation + (transient - u_i)+ / c_i) x
+                     + in flight * least that arrives <= memory - u_i
+                                                              every device i, every moment
                    sum_sk x[s, r, k] = n_r                                        every run r
                    sum_sk x[s, r, k] <= c_i       of the longest run, s of device i, every i
 
 with c_i the layers that device i has at most in a plan that is faster than the limit: layers are
-whole, and one more would take too long (virtual_stage_bounds.most_layers).
+whole, and one more would take too long (virtual_stage_bounds.most_layers); u_i the transient that
+device i has at least, whichever layers its stages begin with. Its largest transient is no less than
+the mean over c_i layers, those that it does not have at u_i; (y)+ counts for the longest run.
 
 There are too many chains to write down. The first ones are those that decide when each device of
 the best known plan ends; where they leave a gap, all passes of the schedule are variables of one
@@ -34,7 +37,7 @@ from meshfold.passes.run.hull import FloatArray, IntArray
 from meshfold.passes.stages.memory_bound import least_z
 from meshfold.passes.stages.pass_prices import PathMix, PriceProblem, priced_mix
 from meshfold.passes.stages.problem import LayerCosts, StageProblem
-from meshfold.passes.stages.virtual_stage_bounds import most_layers
+from meshfold.passes.stages.virtual_stage_bounds import least_transients, most_layers
 
 MAX_COLUMNS = 8192
 """Variables of the linear program; larger ones are not solved."""
@@ -111,6 +114,7 @@ class _Columns:
     activation_bytes: FloatArray
     put_off_bytes: FloatArray
     update_bytes: FloatArray
+    transient_bytes: FloatArray
 
 
 def _columns(problem: StageProblem, schedule: Schedule) -> _Columns:
@@ -139,6 +143,7 @@ def _undominated(layer: LayerCosts, *, splits_backward: bool) -> list[tuple[floa
             layer.activation_bytes,
             layer.put_off_bytes if splits_backward else np.zeros_like(layer.put_off_bytes),
             layer.update_bytes,
+            layer.transient_bytes,
         ]
     )
     kept: list[FloatArray] = []
@@ -162,9 +167,10 @@ class _Program:
         self._hop_s = _hops_s(problem, schedule)
         self._counts = np.array([run.count for run in problem.runs], float)
         self._is_run = (columns.run == np.arange(len(problem.runs))[:, None]).astype(float)
-        memory, room = _memory(problem, schedule, columns, self._device)
-        self._fits = bool((room > 0).all())
         run, most = most_layers(problem, schedule, limit_s)
+        transients = _in_the_mean(problem, schedule, columns, self._device, (run, most))
+        memory, room = _memory(problem, schedule, columns, transients)
+        self._fits = bool((room > 0).all())
         in_stage = (columns.stage == np.arange(schedule.num_stages)[:, None]).astype(float)
         self._left = np.vstack(
             [
@@ -217,16 +223,39 @@ class _Program:
         return row, float(mix.hops @ self._hop_s)
 
 
+def _in_the_mean(
+    problem: StageProblem,
+    schedule: Schedule,
+    columns: _Columns,
+    device_of: IntArray,
+    at_most: tuple[int, IntArray],
+) -> FloatArray:
+    """What a layer's transient adds to that of its device beyond the least, in the mean over the
+    most layers that it has, a row per device. at_most: a run, and its layers by device."""
+    run, most = at_most
+    least = least_transients(problem, schedule)
+    rows = np.zeros((schedule.num_devices, len(columns.stage)))
+    for device in range(schedule.num_devices):
+        beyond = np.maximum(0.0, columns.transient_bytes - least[device])
+        of_run = (device_of == device) & (columns.run == run)
+        rows[device] = np.where(of_run, beyond / max(1, most[device]), 0.0)
+    return rows
+
+
 def _memory(
-    problem: StageProblem, schedule: Schedule, columns: _Columns, device_of: IntArray
+    problem: StageProblem, schedule: Schedule, columns: _Columns, transients: FloatArray
 ) -> tuple[FloatArray, FloatArray]:
-    """(bytes of each variable, bytes there are) of every device at every moment."""
-    least = min(int(run.layer.transient_bytes.min()) for run in problem.runs)
+    """(bytes of each variable, bytes there are) of every device at every moment. transients: what a
+    variable has of that of its device, a row per device."""
+    least = least_transients(problem, schedule)
+    arrived = _arrived(problem, schedule)
     rows, room = [], []
     kept = (columns.activation_bytes, columns.put_off_bytes)
     for device, moments in enumerate(counted_in_flight(schedule)):
         own = list(schedule.stages_of(device))
+        is_own = np.isin(columns.stage, own)
         for in_flight in moments:
+            arrives = float(arrived[own] @ np.reshape(in_flight, (-1, len(own)))[0])
             in_all, any_left = np.zeros(len(columns.stage)), np.zeros(len(columns.stage), bool)
             for counts, num_bytes in zip(np.reshape(in_flight, (-1, len(own))), kept, strict=False):
                 of_stage = np.zeros(schedule.num_stages)
@@ -235,9 +264,16 @@ def _memory(
                 any_left |= of_stage[columns.stage] > 0
             behind = np.where(any_left, columns.update_bytes, 0.0)
             each = columns.state_bytes + np.maximum(in_all, behind)
-            rows.append((device_of == device) * each)
-            room.append(float(problem.memory_bytes[device] - least))
+            rows.append(is_own * each + transients[device])
+            room.append(float(problem.memory_bytes[device] - least[device]) - arrives)
     return np.array(rows), np.array(room)
+
+
+def _arrived(problem: StageProblem, schedule: Schedule) -> FloatArray:
+    """The least bytes that arrive in each stage of a microbatch, wherever it begins."""
+    spare = problem.num_layers - schedule.num_stages
+    starts = range(schedule.num_stages)
+    return np.array([float(problem.resident_bytes[s : s + spare + 1].min()) for s in starts])
 
 
 def _hops_s(problem: StageProblem, schedule: Schedule) -> FloatArray:

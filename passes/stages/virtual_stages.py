@@ -31,10 +31,11 @@ from functools import cached_property
 
 import numpy as np
 
+from meshfold.cost_models.pipeline.makespan import StageTimes
 from meshfold.cost_models.pipeline.schedules import Schedule
 from meshfold.cost_models.pipeline.vector_makespan import interleaved_ends_s
 from meshfold.cost_models.pipeline.waves import Waves
-from meshfold.passes.run.hull import FloatArray
+from meshfold.passes.run.hull import FloatArray, IntArray
 from meshfold.passes.stages.answer import PipelinePlan, Stage
 from meshfold.passes.stages.fluid_paths import KnownMixes, fluid_paths_bound_s
 from meshfold.passes.stages.moves import BoundaryRows, neighbours
@@ -119,15 +120,22 @@ class VirtualStageSearch:
         return min(self.bound_s, self.step_s)
 
     def prove(self, limit_s: float, tolerance: float, known: KnownMixes | None = None) -> None:
-        """Raises the bound by what chains of passes prove, once a plan is found: no more than
-        limit_s and its step, and as far as the tolerance asks. known: see fluid_paths_bound_s."""
+        """Raises the bound by what chains of passes prove: no more than limit_s and the step of the
+        plan, if one is found, and as far as the tolerance asks. known: see fluid_paths_bound_s."""
         beat_s = min(limit_s, self.step_s)
-        if self._stages and self.bound_s * (1 + tolerance) < beat_s:
-            hop_s = self.problem.hop_s[[stage.first for stage in self._stages[1:]]]
-            times = stage_times(self._stages, hop_s)
-            of = self.problem, self.schedule, times, beat_s, tolerance, known
+        if self.bound_s * (1 + tolerance) < beat_s:
+            of = self.problem, self.schedule, self._times, beat_s, tolerance, known
             proven_s = fluid_paths_bound_s(*of)
             self.bound_s = max(self.bound_s, min(beat_s, proven_s))
+
+    @property
+    def _times(self) -> StageTimes:
+        """Of the plan; without one, of even stages of layers at their fastest."""
+        if self._stages:
+            hop_s = self.problem.hop_s[[stage.first for stage in self._stages[1:]]]
+            return stage_times(self._stages, hop_s)
+        boundaries = even_divisions(self._layer_s, self.schedule.num_stages)[0]
+        return even_times(self.problem, np.array(boundaries))
 
     def _search(self) -> None:
         """Points 2 to 5 of the module docstring."""
@@ -291,6 +299,19 @@ def simulated_steps_s(
     own = [list(schedule.stages_of(device)) for device in range(schedule.num_devices)]
     late_s = np.array([sync_s[stages].sum(axis=0) for stages in own])
     return np.asarray((ends_s + late_s).max(axis=0))
+
+
+def even_times(problem: StageProblem, boundaries: IntArray) -> StageTimes:
+    """Of stages whose layers are at their fastest."""
+    fastest = [int(run.layer.total_s.argmin()) for run in problem.runs]
+    each = [
+        (x.forward_s[at], x.backward_s[at], x.weight_s[at])
+        for x, at in zip((run.layer for run in problem.runs), fastest, strict=True)
+    ]
+    layers = np.repeat(np.array(each), [run.count for run in problem.runs], axis=0)
+    forward_s, backward_s, weight_s = np.add.reduceat(layers, boundaries[:-1], axis=0).T
+    hop_s = problem.hop_s[boundaries[1:-1]]
+    return StageTimes.build(forward_s, backward_s, weight_s=weight_s, hop_s=hop_s)
 
 
 def even_divisions(layer_s: FloatArray, num_stages: int) -> list[tuple[int, ...]]:

@@ -10,7 +10,9 @@ from meshfold.passes.stages import fluid_paths
 from meshfold.passes.stages.fluid_paths import fluid_paths_bound_s
 from meshfold.passes.stages.problem import LayerCosts, LayerRun, StageProblem
 from meshfold.passes.stages.solved import stage_times, step_ends_s
+from meshfold.passes.stages.virtual_stage_bounds import least_transients, virtual_stage_bound_s
 from meshfold.passes.stages.virtual_stage_solver import VirtualStageSolver
+from meshfold.passes.stages.virtual_stages import VirtualStageSearch
 
 KINDS = (
     ScheduleKind.INTERLEAVED,
@@ -21,10 +23,11 @@ KINDS = (
 
 
 def drawn(seed, like=None):
-    """(problem, schedule): 5 to 8 layers of up to 3 types on 2 devices. like: the schedule."""
+    """(problem, schedule): 5 to 8 layers of up to 3 types on 2 devices, each schedule with
+    transients and without. like: the schedule."""
     draws = np.random.default_rng(seed)
     types = [
-        layer_costs(f"t{i}", draws, 2, sync=seed % 3 == 0, transient=seed % 4 == 0)
+        layer_costs(f"t{i}", draws, 2, sync=seed % 3 == 0, transient=60 * (seed // 4 % 2))
         for i in range(int(draws.integers(1, 4)))
     ]
     rest = int(draws.integers(5, 9)) - len(types)
@@ -36,6 +39,7 @@ def drawn(seed, like=None):
         num_microbatches=like.num_microbatches if like else 2 * int(draws.integers(2, 4)),
         memory_bytes=draws.integers(80, 320, 2),
         hop_s=draws.integers(0, 6, num_layers - 1) * (seed % 2),
+        resident_bytes=draws.integers(0, 6, num_layers) * (seed % 5 == 0),
     )
     schedule = Schedule(KINDS[seed % len(KINDS)], 2, problem.num_microbatches, 2)
     return problem, like or schedule
@@ -72,6 +76,58 @@ def test_no_division_is_below_the_bound(seed):
     assert without_limit_s <= best_s * (1 + 1e-9)
     bound_s = fluid_paths_bound_s(problem, schedule, times, some_s, 0.0)
     assert min(bound_s, some_s) <= best_s * (1 + 1e-9)
+
+
+@settings(max_examples=60)
+@given(seeds)
+def test_what_is_proven_without_a_plan(seed):
+    """Of a schedule of which none was found, or looked for."""
+    problem, schedule = drawn(seed)
+    best_s = min((step_s for step_s, _ in solved(problem, schedule)), default=np.inf)
+    search = VirtualStageSearch(problem, schedule)
+    before_s = search.bound_s
+    assert before_s <= best_s * (1 + 1e-9)
+    limit_s = best_s if seed % 2 else np.inf
+    search.prove(limit_s, 0.0)
+    assert before_s <= search.bound_s <= best_s * (1 + 1e-9)
+    assert not search.proven_s > min(limit_s, max(before_s, search.bound_s))
+
+
+def layer_of(transient_bytes):
+    return LayerCosts.build(
+        f"{transient_bytes} bytes", ("s",), forward_s=1.0, backward_s=2.0, state_bytes=1,
+        activation_bytes=1, transient_bytes=transient_bytes,
+    )  # fmt: skip
+
+
+def test_transients_that_a_device_has_wherever_stages_begin():
+    """Six layers in four stages: those behind the first one begin at layer 1, 2 or 3 and later."""
+    problem = StageProblem.build(
+        (LayerRun(layer_of(1), 1), LayerRun(layer_of(9), 4), LayerRun(layer_of(7), 1)),
+        num_stages=2,
+        num_microbatches=2,
+        memory_bytes=100,
+    )
+    interleaved = Schedule(ScheduleKind.INTERLEAVED, 2, 2, 2)
+    assert least_transients(problem, interleaved).tolist() == [9, 9]
+    in_a_v = Schedule(ScheduleKind.ZBV, 2, 2, 2)
+    assert least_transients(problem, in_a_v).tolist() == [7, 9]
+
+
+def test_layers_of_a_large_transient_need_room_for_it():
+    """With room for one layer of the fast strategy beside its transient, each device has the slow
+    one for most; with room for the transients of all that is no bound at all."""
+    layer = LayerCosts.build(
+        "layer", ("fast", "slow"), forward_s=[1.0, 2.0], backward_s=[2.0, 4.0],
+        state_bytes=[10, 10], activation_bytes=[0, 0], transient_bytes=[50, 0],
+    )  # fmt: skip
+    problem = StageProblem.build(
+        (LayerRun(layer, 8),), num_stages=2, num_microbatches=2, memory_bytes=60
+    )
+    schedule = Schedule(ScheduleKind.INTERLEAVED, 2, 2, 2)
+    best_s = min(step_s for step_s, _ in solved(problem, schedule))
+    bound_s = virtual_stage_bound_s(problem, schedule)
+    assert 2 * 4 * 6.0 <= bound_s <= best_s
 
 
 @settings(max_examples=25)

@@ -75,7 +75,7 @@ def test_is_the_linear_relaxation():
 
 def test_groups_cover_all_transients():
     draws = np.random.default_rng(1)
-    layers = [layer_costs("a", draws, 40, transient=True)]
+    layers = [layer_costs("a", draws, 40, transient=12)]
     groups = transient_groups(layers)
     for value in layers[0].transient_bytes.tolist():
         assert any(least <= value <= largest for largest, least in groups)

@@ -37,7 +37,7 @@ def interleaved_problem(seed):
     """4 to 6 layers of up to 3 types on 2 devices, or 6 on 3, with every feature now and then."""
     draws = np.random.default_rng(seed)
     types = [
-        layer_costs(f"t{i}", draws, 2, sync=seed % 5 == 0, transient=seed % 4 == 0)
+        layer_costs(f"t{i}", draws, 2, sync=seed % 5 == 0, transient=12 * (seed % 4 == 0))
         for i in range(int(draws.integers(1, 4)))
     ]
     rest = int(draws.integers(4, 7)) - len(types)

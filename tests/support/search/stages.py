@@ -37,13 +37,14 @@ def layer_costs(
     num_strategies=3,
     *,
     sync=False,
-    transient=False,
+    transient=0,
     scale=1.0,
     put_off=False,
     update=False,
 ):
-    """A layer type whose fast strategies take more memory; `draws` is a numpy Generator. put_off:
-    as many bytes from B to W as are drawn, otherwise those of the activations."""
+    """A layer type whose fast strategies take more memory; `draws` is a numpy Generator. transient:
+    their bytes are below it. put_off: as many bytes from B to W as are drawn, otherwise those of
+    the activations."""
     n = num_strategies
     forward_s = np.sort(draws.integers(2, 12, n)) * scale
     backward_s = draws.integers(4, 24, n) * scale
@@ -56,7 +57,7 @@ def layer_costs(
         sync_s=draws.integers(0, 20, n) if sync else 0,
         state_bytes=np.sort(draws.integers(1, 30, n))[::-1],
         activation_bytes=np.sort(draws.integers(0, 8, n))[::-1],
-        transient_bytes=draws.integers(0, 12, n) if transient else 0,
+        transient_bytes=draws.integers(0, transient, n) if transient else 0,
         put_off_bytes=draws.integers(0, 12) if put_off else None,
         update_bytes=draws.integers(0, 20, n) if update else 0,
     )
@@ -71,7 +72,7 @@ def random_problem(seed):
             f"t{i}",
             draws,
             sync=seed % 5 == 0,
-            transient=seed % 4 == 0,
+            transient=12 * (seed % 4 == 0),
             put_off=seed % 2 == 0,
             update=seed % 3 == 1,
         )
