@@ -47,7 +47,7 @@ from meshfold.cost_models.hardware.mesh_placement import build_mesh
 from meshfold.errors import InfeasibleError
 from meshfold.ir.cluster import ClusterSpec
 from meshfold.ir.op_graph import FoldedGraph
-from meshfold.ir.options import CompileOptions, ModeChoice, PinValue
+from meshfold.ir.options import CompileOptions, ModeChoice, PinValue, Precision, PrecisionChoice
 from meshfold.ir.plan import Plan
 from meshfold.ir.strategy import SELECTIVE, Recompute, TpMode
 from meshfold.memory_probe.prober import OpProber
@@ -120,14 +120,15 @@ DEVICES = tuple(
 )
 
 
-def graph_of(case: Case, sequence: int = SEQUENCE) -> FoldedGraph:
-    """The folded graph of a case's model; no weights are made."""
+def graph_of(case: Case, sequence: int = SEQUENCE, precision: Precision = "model") -> FoldedGraph:
+    """The folded graph of a case's model; no weights are made. precision: "model" has weights and
+    states of the configuration's dtype."""
     fields = json.loads((CONFIGS / f"{case.config}.json").read_text()) | dict(case.fields)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(fields))
         built = build_model(str(path), batch=case.batch, sequence=sequence)
-    return capture(built.model, built.example_inputs).graph
+    return capture(built.model, built.example_inputs, precision=precision).graph
 
 
 def planned(
@@ -136,10 +137,13 @@ def planned(
     case: Case,
     pins: Mapping[str, PinValue] = NO_PINS,
     mode: ModeChoice = "auto",
+    precision: PrecisionChoice = "auto",
 ) -> tuple[Plan, float]:
-    """The plan and the CPU seconds it took."""
+    """The plan and the CPU seconds it took. precision: what the graph was captured in."""
     start = time.process_time()
-    options = CompileOptions(memory_bytes=case.memory_bytes, pins=pins, mode=mode)
+    options = CompileOptions(
+        memory_bytes=case.memory_bytes, pins=pins, mode=mode, precision=precision
+    )
     of = graph, cluster, options, case.name, case.batch, OpProber()
     finalists = find_finalists(PlanRequest(*of, wants_rivals=True))
     plan = fastest(finalists, as_planned(graph, finalists[0]), options).plan
@@ -160,16 +164,18 @@ def measure_distinct(most: int) -> None:
 
 
 def measure(cases: tuple[Case, ...], mode: ModeChoice) -> None:
-    """Print the table of some cases."""
+    """Print the table of some cases, in the precision that `meshfold plan` takes."""
     click.echo(
         f"{'':<24}{'devices':>8}{'step':>10}{'peak':>9}{'gap':>8}{'unproven':>10}{'priced':>7}"
         f"{'CPU s':>8}"
     )
     seconds = []
     for case in cases:
-        graph, cluster = graph_of(case), preset(case.cluster)
-        planned(graph, cluster, case, mode=mode)
-        plan, cpu_s = planned(graph, cluster, case, mode=mode)
+        cluster = preset(case.cluster)
+        precision = CompileOptions().precision_on(cluster)
+        graph = graph_of(case, precision=precision)
+        planned(graph, cluster, case, mode=mode, precision=precision)
+        plan, cpu_s = planned(graph, cluster, case, mode=mode, precision=precision)
         seconds.append(cpu_s)
         click.echo(
             f"{case.name:<24}{cluster.num_devices:>8,}{seconds_text(plan.step_s):>10}"
