@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from meshfold.torch_compat.functional_gradients import is_inside_vmap
+
 Keep = Callable[[Tensor, str], object]
 """Takes a condition on values as a check of the program, with what it says."""
 
@@ -25,6 +27,8 @@ def in_ops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], keep: Keep
         return _unchunked(args, kwargs)
     if func in _STATISTICS:
         return _STATISTICS[func](args, kwargs)
+    if func in _PRODUCTS and is_inside_vmap():
+        return _product_in_vmap(args, kwargs)
     return NotImplemented
 
 
@@ -99,6 +103,17 @@ def _correlation(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return found.clamp(-1, 1)
 
 
+def _product_in_vmap(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A product with a vector as one with a matrix: inside of vmap, export sees nothing of mv."""
+    a, b = (*args, *(kwargs[name] for name in ("input", "vec", "other") if name in kwargs))
+    if a.ndim > 1 and b.ndim == 1:
+        return (a @ b.unsqueeze(-1)).squeeze(-1)
+    if a.ndim == 1 and b.ndim > 1:
+        return (a.unsqueeze(0) @ b).squeeze(-2)
+    return NotImplemented
+
+
+_PRODUCTS = (torch.mv, Tensor.mv, torch.matmul, Tensor.matmul, Tensor.__matmul__)
 _STATISTICS = {
     torch.cov: _covariance,
     Tensor.cov: _covariance,

@@ -35,6 +35,17 @@ class Decorrelated(nn.Module):
         return (self.measure(self.layer(x).T) - torch.eye(4)).square().sum()
 
 
+class PerSample(nn.Module):
+    """Products with vectors, of one sample at a time."""
+
+    def __init__(self, product: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight, self.product = nn.Parameter(torch.randn(6, 6)), product
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.vmap(lambda row: self.product(self.weight, row).tanh())(x).sum()
+
+
 class Head(nn.Module):
     """A vocabulary of 12 whose logits torch makes in chunks of rows."""
 
@@ -100,6 +111,25 @@ def test_covariances_are_those_of_torch(shape: tuple[int, ...], correction: int)
 )
 def test_other_covariances_are_left_to_torch(x: Tensor, kwargs: dict[str, Any]) -> None:
     assert answered(torch.cov, x, **kwargs) is NotImplemented
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        torch.mv,
+        lambda weight, row: weight.mv(row),
+        lambda weight, row: weight @ row,
+        lambda weight, row: row @ weight,
+        lambda weight, row: torch.matmul(input=weight, other=row),
+        lambda weight, row: torch.mv(input=weight, vec=row),
+        lambda weight, row: weight.unsqueeze(0) @ row,
+        lambda weight, row: row @ weight.unsqueeze(0),
+        lambda weight, row: (row @ row) * (weight @ weight)[0],
+    ],
+)
+def test_products_with_vectors_of_one_sample(product: Callable[[Tensor, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    check(PerSample(product).double(), {"x": torch.randn(BATCH, 6).double()})
 
 
 @CHUNKED
