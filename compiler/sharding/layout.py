@@ -41,7 +41,8 @@ def shard_of(
     for k in sorted(axes, key=lambda k: layout[k].blocks):
         dim, blocks = layout[k].dim, local_blocks(layout, sizes, k)
         num_shards = layout[k].num_shards(sizes[k])
-        digits = x.reshape(*x.shape[:dim], blocks, num_shards, -1, *x.shape[dim + 1 :])
+        rows = x.shape[dim] // (blocks * num_shards)  # -1 is not known where another dim is 0
+        digits = x.reshape(*x.shape[:dim], blocks, num_shards, rows, *x.shape[dim + 1 :])
         x = digits.select(dim + 1, coords[k] % num_shards).flatten(dim, dim + 1)
     return x
 

@@ -91,11 +91,12 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        rows = gradient.reshape(-1, gradient.shape[-1])
+        num_rows = gradient.shape[:-1].numel()  # -1 is not known of no features
+        rows = gradient.reshape(num_rows, gradient.shape[-1])
         if needs_weight and ctx.weight is not None:
             # Detached: what comes before x in the graph need not wait for W.
             # Of complex numbers the other factor is conjugated; of real ones that is itself.
-            inputs = x.detach().reshape(-1, x.shape[-1]).conj()
+            inputs = x.detach().reshape(num_rows, x.shape[-1]).conj()
             left, right = (rows.t(), inputs) if ctx.is_rows else (inputs.t(), rows)
             ctx.deferred.defer(
                 ctx.weight,

@@ -55,7 +55,7 @@ class _RmsNorm(torch.autograd.Function):
         of_weight = of_x = None
         if weight is not None:
             if ctx.needs_input_grad[1]:
-                rows = (incoming * normalized).reshape(-1, x.shape[-1])
+                rows = (incoming * normalized).reshape(x.shape[:-1].numel(), x.shape[-1])
                 of_weight = rows.sum(0).to(weight.dtype)
             incoming = incoming * weight.to(inverse.dtype)
         if ctx.needs_input_grad[0]:

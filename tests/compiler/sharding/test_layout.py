@@ -153,6 +153,11 @@ def test_shard_of_a_tensor_that_is_sharded_on_one_axis_already() -> None:
         assert torch.equal(part, shard_of(x, layout, mesh.sizes, coords))
 
 
+def test_shards_of_a_tensor_without_columns_have_their_rows() -> None:
+    assert shard_of(torch.empty(8, 0), parse_layout("S0"), (2,), (1,)).shape == (4, 0)
+    assert shard_of(torch.empty(8, 0), parse_layout("S1"), (2,), (1,)).shape == (8, 0)
+
+
 def test_plain_row_shards_gather_without_a_copy() -> None:
     rows = Assembly((8, 4), (Shard(0),), (2,), (0,))
     columns = Assembly((8, 4), (Shard(1),), (2,), (0,))

@@ -28,9 +28,11 @@ class Predictor(nn.Module):
         return result.loss + result.output.pow(2).mean()
 
 
-def made(cutoffs: list[int], shape: tuple[int, ...], low: int = 0) -> tuple[Any, Any, Captured]:
+def made(
+    cutoffs: list[int], shape: tuple[int, ...], low: int = 0, div_value: float = 2.0
+) -> tuple[Any, Any, Captured]:
     torch.manual_seed(0)
-    model = Predictor(cutoffs).double()
+    model = Predictor(cutoffs, div_value).double()
     x = torch.randn(*shape, WIDTH, dtype=torch.float64)
     batch = {"x": x, "target": torch.randint(low, CLASSES, shape)}
     with float64_everywhere():
@@ -42,6 +44,17 @@ def made(cutoffs: list[int], shape: tuple[int, ...], low: int = 0) -> tuple[Any,
 def test_ranks_have_the_loss_of_one_process(cutoffs: list[int], strategy: UniformStrategy) -> None:
     model, batch, captured = made(cutoffs, (BATCH,))
     assert any("every cluster is computed for all rows" in note for note in captured.graph.notes)
+    program = emit_uniform(captured, strategy, BATCH)
+    for errors in errors_of_a_step(model, batch, captured, program):
+        assert max(errors.values()) < 1e-12
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("strategy", [UniformStrategy(dp=2, zero=3), UniformStrategy(tp=2)])
+def test_a_cluster_may_have_no_features(strategy: UniformStrategy) -> None:
+    """div_value 5 leaves none of 16 to the second cluster."""
+    model, batch, captured = made([10, 20], (BATCH,), div_value=5.0)
+    assert any(0 in p.shape for p in model.parameters())
     program = emit_uniform(captured, strategy, BATCH)
     for errors in errors_of_a_step(model, batch, captured, program):
         assert max(errors.values()) < 1e-12

@@ -32,12 +32,14 @@ def draw(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 @pytest.mark.parametrize("op", ["linear", "addmm", "mm"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
-def test_w_makes_what_b_left(op: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("sizes", [(4, 3), (0, 3), (4, 0)])
+def test_w_makes_what_b_left(op: str, dtype: torch.dtype, sizes: tuple[int, int]) -> None:
+    n, k = sizes
     work = DeferredWeightGrads()
     context = StepContext(single_mesh(Mesh(()), torch.device("cpu")), deferred=work)
-    x = draw(6, 4, dtype=dtype).requires_grad_()
-    weight = nn.Parameter(draw(3, 4, dtype=dtype) if op == "linear" else draw(4, 3, dtype=dtype))
-    bias = nn.Parameter(draw(3, dtype=dtype))
+    x = draw(6, n, dtype=dtype).requires_grad_()
+    weight = nn.Parameter(draw(k, n, dtype=dtype) if op == "linear" else draw(n, k, dtype=dtype))
+    bias = nn.Parameter(draw(k, dtype=dtype))
     w, b = work.tap(weight), work.tap(bias)
     # Read twice, once through a view.
     if op == "linear":
