@@ -25,11 +25,11 @@ from meshfold.ir.plan import Plan
 from meshfold.ir.strategy import Chunking, RegionTyping
 from meshfold.passes.graph.typed import layouts_of_values
 from meshfold.passes.rules.ops.random import RANDOM_OPS, may_draw
-from meshfold.passes.rules.table import OP_RULES, rule_locals
+from meshfold.passes.rules.table import OP_RULES
 from meshfold.passes.rules.typed import typed_rules
 from meshfold.passes.split.chunk_graph import ChunkingError, chunked_graph
 from meshfold.passes.split.rows import follow_rows
-from meshfold.passes.split.samples import OVER_BATCH, BatchTyping, follow_samples, is_per_microbatch
+from meshfold.passes.split.samples import BatchTyping, follow_samples, is_per_microbatch, over_batch
 
 Written = tuple[OpGraph, RegionTyping]
 
@@ -105,7 +105,7 @@ def _check(graph: OpGraph, free: RegionTyping) -> None:
             raise ChunkingError(f"{op.target} adds up over what is split")
         if not any(layout[0].is_shard for layout in chosen.outputs):
             continue
-        if any(x in OVER_BATCH for x in rule_locals(graph, k, chosen)[1:]):
+        if over_batch(graph, k, chosen):
             raise ChunkingError(f"{op.target} needs the whole batch")
         if op.target in RANDOM_OPS:
             names = OP_RULES[op.target].parameters

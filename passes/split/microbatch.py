@@ -57,10 +57,11 @@ from meshfold.passes.rules.ops.random import draw_of
 from meshfold.passes.rules.table import rule_locals, summed_axes
 from meshfold.passes.split.loss_counts import COUNT, loss_counts, takes_mean, with_sum
 from meshfold.passes.split.samples import (
-    OVER_BATCH,
+    STATISTIC,
     follow_samples,
     is_per_microbatch,
     made_without_batch,
+    over_batch,
 )
 
 UNSLICED: Layout = (INVARIANT,)
@@ -203,12 +204,9 @@ class MicrobatchGraphs:
             for k, chosen in enumerate(typing.ops):
                 if not any(map(is_per_microbatch, chosen.inputs)):
                     continue  # as of a weight that is standardized
-                for local in rule_locals(region.graph, k, chosen)[1:]:
-                    if local in OVER_BATCH:
-                        where = op_place(self.folded, r, k)
-                        does = f"{where} {OVER_BATCH[local]}"
-                        instead = STATISTICS if local == "batch_norm" else ONE_MICROBATCH
-                        yield f"{does}; {instead}"
+                if does := over_batch(region.graph, k, chosen):
+                    instead = STATISTICS if does == STATISTIC else ONE_MICROBATCH
+                    yield f"{op_place(self.folded, r, k)} {does}; {instead}"
         for instance in self.folded.instances:
             graph = self.folded.regions[instance.region].graph
             for slot, value in graph.mutations:

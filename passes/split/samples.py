@@ -13,16 +13,22 @@ from meshfold.ir.cluster import ClusterSpec
 from meshfold.ir.mesh import Mesh, MeshAxis
 from meshfold.ir.op_graph import Dependence, FoldedGraph, OpGraph
 from meshfold.ir.spmd import PARTIAL, Layout
-from meshfold.ir.strategy import RegionTyping
+from meshfold.ir.strategy import OpTyping, RegionTyping
 from meshfold.passes.graph.boundaries import Boundaries, find_boundaries
 from meshfold.passes.graph.without_dropout import exact
 from meshfold.passes.region.data_parallel import follow_batch
 from meshfold.passes.region.roles import UNDONE_SHARD_S
-from meshfold.passes.rules.table import region_rules
+from meshfold.passes.rules.ops.labels import Special
+from meshfold.passes.rules.table import op_labels, region_rules, rule_locals
 
-OVER_BATCH = {
-    "batch_norm": "takes statistics over the batch",
+STATISTIC = "takes statistics over the batch"
+_OVER_BATCH = {
+    "batch_norm": STATISTIC,
+    "cross_entropy": "has the samples of the batch for classes",
     "cumsum": "adds up along the batch",
+    "embedding": "looks up samples of the batch",
+    "embedding_bag": "looks up samples of the batch",
+    "linear_cross_entropy": "has the samples of the batch for classes",
     "put_rows": "moves rows over the batch",
     "take_rows": "moves rows over the batch",
 }
@@ -86,6 +92,25 @@ def follow_samples(
     costs = _FreeAxis(cluster, mesh)
     data = follow_batch(folded, boundaries, rules, costs, batch_size, whole=whole, sums=sums)
     return BatchTyping(boundaries, tuple(solution.typing for solution in data.solutions))
+
+
+def over_batch(graph: OpGraph, op_index: int, chosen: OpTyping) -> str:
+    """What an op with this typing on a free axis does that is no sum over samples which are each
+    alone, and empty for nothing: its ranks talk, but for the number of samples that a mean is over,
+    or have different rows of a table."""
+    labels = op_labels(graph, graph.ops[op_index])
+    if labels is None:
+        return ""
+    label = chosen.rules[0].partition("/")[0]
+    local = rule_locals(graph, op_index, chosen)[1]
+    talks = bool(labels.special.get(label, Special()).comm) and label not in labels.summed
+    if not talks and (local not in _OVER_BATCH or local in _COUNTED):
+        return ""
+    return _OVER_BATCH.get(local, "needs all samples of the batch at once")
+
+
+_COUNTED = ("cross_entropy", "linear_cross_entropy")
+"""Whose other labels are rows: what is told between ranks is how many there are."""
 
 
 def is_per_microbatch(layout: Layout) -> bool:

@@ -216,3 +216,44 @@ def test_whole_numbers_that_are_added_once_are_refused():
     folded = capture(model, {"x": torch.zeros(BATCH, 4)}).graph
     with pytest.raises(OptionError, match=r"adds .*, whole numbers, to a sum over them"):
         MicrobatchGraphs(folded, CLUSTER, BATCH).graph(2)
+
+
+class OfSamples(nn.Module):
+    """What `mixes` makes of the hidden values of all samples."""
+
+    def __init__(self, mixes):
+        super().__init__()
+        self.first, self.mixes = nn.Linear(8, 8), mixes
+
+    def forward(self, x, y):
+        return self.mixes(self.first(x), y, torch.arange(len(x)))
+
+
+def contrasted(hidden, y, numbers):
+    logits = hidden @ y.T
+    rows, columns = (nn.functional.cross_entropy(x, numbers) for x in (logits, logits.T))
+    return rows + columns
+
+
+def looked_up(hidden, y, numbers):
+    return nn.functional.embedding(numbers.flip(0), hidden).sum()
+
+
+def added_up(hidden, y, numbers):
+    pairs = torch.stack([numbers, numbers.flip(0)], 1)
+    return nn.functional.embedding_bag(pairs, hidden, mode="sum").sum()
+
+
+@pytest.mark.parametrize(
+    ("mixes", "does"),
+    [
+        (contrasted, "has the samples of the batch for classes"),
+        (looked_up, "looks up samples of the batch"),
+        (added_up, "looks up samples of the batch"),
+    ],
+)
+def test_tables_and_classes_that_are_samples_are_refused(mixes, does):
+    """Microbatches have some of them each."""
+    folded = capture(OfSamples(mixes), {"x": torch.zeros(4, 8), "y": torch.zeros(4, 8)}).graph
+    with pytest.raises(OptionError, match=rf"test_microbatch.py:\d+\) {does}; plan one microbatch"):
+        MicrobatchGraphs(folded, CLUSTER, 4).graph(2)
