@@ -6,10 +6,12 @@ of a region, passes/split/micro_chunks.py) reads here which dim of every value i
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import count
 
 from meshfold.cost_models.op_costs.compute import Work
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.cluster import ClusterSpec
+from meshfold.ir.limits import MOST_DEVICES
 from meshfold.ir.mesh import Mesh, MeshAxis
 from meshfold.ir.op_graph import Dependence, FoldedGraph, OpGraph
 from meshfold.ir.spmd import PARTIAL, Layout
@@ -82,10 +84,11 @@ def follow_samples(
     *,
     sums: bool = False,
 ) -> BatchTyping:
-    """Types of all regions on a free axis of one rank per sample. Types say which dims are split
-    whatever the number of microbatches. whole: boundary classes that are not split; sums: see
-    follow_batch."""
-    mesh = Mesh((MeshAxis("microbatch", batch_size),))
+    """Types of all regions on a free axis of one rank per sample, or for each of as many equal
+    parts as a mesh may have ranks. Types say which dims are split whatever the number of
+    microbatches. whole: boundary classes that are not split; sums: see follow_batch."""
+    samples = next(n for n in count(-(-batch_size // MOST_DEVICES)) if batch_size % n == 0)
+    mesh = Mesh((MeshAxis("microbatch", batch_size // samples),))
     folded = exact(folded)  # a plan for one precision is run in another one where it is verified
     boundaries = find_boundaries(folded)
     rules = [region_rules(region.graph, mesh.sizes) for region in folded.regions]

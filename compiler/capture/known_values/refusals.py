@@ -25,7 +25,8 @@ _REMEDIES = {
     "_pack_padded_sequence": "pass padded sequences to the LSTM or GRU, not packed ones, and leave "
     "padding out of the loss",
     "torch.Tensor.__float__": "write x.item() for a number that is only kept or printed, and an op "
-    "on tensors for one that the model computes with",
+    "on tensors for one that the model computes with; give batch norms a momentum, since with None "
+    "they take the number of batches so far",
 }
 """What to do instead of a function whose shapes depend on values."""
 

@@ -14,6 +14,7 @@ from torch.nn import functional
 from meshfold.capture.pipeline import capture
 from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.ir.cluster import ClusterSpec
+from meshfold.ir.limits import MOST_DEVICES
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.passes.graph.without_dropout import exact
 from meshfold.passes.split.microbatch import MicrobatchGraphs
@@ -40,6 +41,15 @@ class Packed(nn.Module):
         queries = self.queries[None, None].expand(1, BATCH, WIDTH)
         rows = functional.scaled_dot_product_attention(queries, packed, packed) + queries
         return functional.cross_entropy(rows.reshape(BATCH, WIDTH), labels)
+
+
+class Squares(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).square().sum()
 
 
 @cache
@@ -77,3 +87,14 @@ def test_a_program_has_the_same_types_in_every_precision(name: str) -> None:
     cluster = resolve_cluster("local-cpu", BATCH)
     found, wide = (follow_samples(g, cluster, BATCH, sums=True) for g in (folded, exact(folded)))
     assert found.typings == wide.typings
+
+
+@pytest.mark.parametrize("size", [2 * MOST_DEVICES, 3 * 65_537, 262_147])
+def test_more_samples_than_a_mesh_has_ranks_are_followed_in_parts(size: int) -> None:
+    """262,147 is a prime, whose samples are one part."""
+    x = torch.empty(size, WIDTH, device="meta")
+    folded = capture(Squares(), {"x": x}).graph
+    cluster = resolve_cluster("local-cpu", 2)
+    followed = follow_samples(folded, cluster, size, sums=True)
+    (typing,) = followed.typings
+    assert typing.ops[0].inputs[0][0].is_shard == (size != 262_147)

@@ -98,6 +98,12 @@ def test_numbers_may_be_kept_and_printed(middle: Middle) -> None:
     assert_refused(with_middle(Model, middle), MIDDLES[middle])
 
 
+def test_a_batch_norm_that_counts_its_batches_is_refused() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4, momentum=None))
+    with pytest.raises(CaptureError, match=r"Tensor.__float__ gives .*give batch norms a momentum"):
+        capture(model, {"input": torch.randn(8, 4)})
+
+
 def test_the_plan_says_that_they_are_not_computed() -> None:
     graph = capture(with_middle(Model, averaged), {"x": torch.randn(8, 4)}).graph
     (note,) = [note for note in graph.notes if "numbers of tensors" in note]
