@@ -15,8 +15,8 @@ in the bound, or sync_s and forwards alone; the higher one counts.
 
 LP is the relaxed least time of all layers (run/hull.py), g_i(c) that of c layers of the run, with
 room for the largest of their transients, and the layer at an end of the chain that device i has to
-take. What a device needs is bounded by a mean
-over moments (schedules.counted_in_flight) that all virtual stages share.
+take. What a device needs is bounded by a mean over moments (schedules.counted_in_flight) that all
+virtual stages share.
 """
 
 from collections.abc import Callable, Sequence

@@ -75,8 +75,7 @@ def is_whole_run(args: Sequence[str]) -> bool:
 def in_turns(items: Sequence[pytest.Item], commit: int) -> set[pytest.Item]:
     """Slow and long tests that other commits run."""
     slow = [item for item in items if item.get_closest_marker("slow")]
-    others = set(items).difference(slow)
-    long = [item for item in others if seconds_of(item) >= LONG_S]
+    long = [i for i in items if not i.get_closest_marker("slow") and seconds_of(i) >= LONG_S]
     left = set()
     # Bits of the name that `rotated` does not look at, so that each of its parts has both turns.
     for some, turns, number in ((slow, SLOW_TURNS, commit >> 8), (long, TURNS, commit)):
