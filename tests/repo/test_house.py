@@ -1,6 +1,7 @@
 """House rules that a machine can hold: sizes of files and functions."""
 
 import ast
+import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,3 +52,18 @@ def test_folders_are_small_and_flat() -> None:
         text = (folder / "__init__.py").read_text(encoding="utf-8")
         first = ast.get_docstring(ast.parse(text)) or ""
         assert first.endswith("."), f"{folder}/__init__.py says what the folder is"
+
+
+TOP = {*FOLDERS, ".ci", "docs", ".gitignore", "constraints.txt", "pyproject.toml", "Makefile"}
+TOP |= {"LICENSE", "README.md", "CHANGELOG.md", "CONTRIBUTING.md"}
+TEXT = {".py", ".md", ".json", ".toml", ".txt", ".typed"}
+NO_SUFFIX = {".ci/run", ".gitignore", "LICENSE", "Makefile"}
+
+
+# What a command leaves behind (a wheel, a plan) is not taken along by `git add -A`.
+def test_nothing_but_sources_is_tracked() -> None:
+    command = ["git", "ls-files", "-z"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    names = [name for name in listed.split("\0") if name and (ROOT / name).exists()]
+    assert {name.split("/")[0] for name in names} <= TOP
+    assert [n for n in names if Path(n).suffix not in TEXT and n not in NO_SUFFIX] == []
