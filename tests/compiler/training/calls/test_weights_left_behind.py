@@ -1,4 +1,4 @@
-"""state_dict of the model that was compiled warns where the compiled model was trained instead."""
+"""A model that was compiled warns where the compiled model was trained in its place."""
 
 import copy
 import pickle
@@ -50,6 +50,24 @@ def test_it_warns_once_after_training() -> None:
     assert said(model) == []
 
 
+def test_its_forward_warns_once_after_training() -> None:
+    model = Net()
+    compiled = meshfold.compile(model, "local-cpux1", X)
+    before = model(**X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled.train_step(X)
+        model(**X)
+        train(compiled)
+        compiled(**X)
+    with pytest.warns(UserWarning, match=LEFT) as caught:
+        assert torch.equal(model(**X), before)
+    assert [w.filename for w in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(**X)
+
+
 def test_a_model_that_is_trained_beside_it_is_no_mistake() -> None:
     model = Net()
     compiled = meshfold.compile(model, "local-cpux1", X)
@@ -89,6 +107,10 @@ def test_copies_say_nothing_and_need_no_meshfold(how: str) -> None:
     assert b"meshfold" not in pickled
     made = pickle.loads(pickled) if how == "pickle" else copy.deepcopy(model)
     assert said(made) == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(made(**X), made.forward(**X))
+        assert torch.equal(made(X["x"]), made.forward(**X))
     train(meshfold.compile(made, "local-cpux1", X))
 
 
