@@ -78,11 +78,14 @@ def check_output(option: str, path: Path | None, *inputs: str | Path | None) -> 
 
 
 def _files(argument: str) -> list[Path]:
-    """The file that an argument names, or those of the module of package.module:factory."""
-    module = argument.partition(":")[0].replace(".", "/")
+    """The file that an argument names, or those of the module of a factory."""
+    module, colon, _ = argument.partition(":")
+    if colon and module.endswith(".py"):
+        return [Path(argument), Path(module)]
+    module = module.replace(".", "/")
     folders = [Path(folder) for folder in dict.fromkeys(("", *sys.path))]
     sources = [f / name for f in folders for name in (f"{module}.py", f"{module}/__init__.py")]
-    return [Path(argument), *(sources if ":" in argument else ())]
+    return [Path(argument), *(sources if colon else ())]
 
 
 MOST_POINTS = 64

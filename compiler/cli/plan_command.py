@@ -54,8 +54,8 @@ def plan(
 ) -> None:
     """Find the best plan for MODEL on a cluster, show it, and with -o write it to a file.
 
-    MODEL is package.module:factory, where factory() returns (model, example_inputs) or (model,
-    example_inputs, loss_fn), or a Hugging Face configuration file.
+    MODEL is package.module:factory or path/file.py:factory, where factory() returns (model,
+    example_inputs) or (model, example_inputs, loss_fn), or a Hugging Face configuration file.
 
     \b
     Example:

@@ -5,6 +5,7 @@
                               (meshfold.register_rule). The working directory is importable. With
                               --batch or --seq, which it must then accept,
                               factory(batch=B, seq=S).
+    path/file.py:factory   the same, of a file.
     path/to/config.json       the model class is the file's first architecture, else the class for
                               its model_type; example inputs, labels included so that the loss is
                               inside, follow from what the class is for.
@@ -15,8 +16,6 @@ weights, "cpu" to run. Raises OptionError, one line, whatever is wrong with the 
 
 import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from meshfold.errors import OptionError
 from meshfold.ir.custom_ops import CustomRule
 from meshfold.ir.plan import Plan
 from meshfold.models.config_file import Configuration, read_configuration
+from meshfold.models.factory import find_factory
 from meshfold.models.user_code import user_code
 from meshfold.torch_compat.process_groups import as_one_process
 
@@ -117,7 +117,7 @@ def sequence_length(plan: Plan) -> int | None:
 
 def accepted_sizes(argument: str) -> tuple[str, ...]:
     """Which of batch and seq a factory has arguments for."""
-    return _accepted_by(_find_factory(argument))
+    return _accepted_by(find_factory(argument))
 
 
 def _accepted_by(factory: Callable[..., Any]) -> tuple[str, ...]:
@@ -137,7 +137,7 @@ def fields_with_defaults(given: Configuration) -> dict[str, Any]:
 
 
 def _from_factory(argument: str, batch: int | None, sequence: int | None) -> BuiltModel:
-    factory = _find_factory(argument)
+    factory = find_factory(argument)
     sizes = {k: v for k, v in (("batch", batch), ("seq", sequence)) if v is not None}
     accepted = _accepted_by(factory)
     for name in sizes:
@@ -191,32 +191,6 @@ def _check_dtypes(argument: str, model: nn.Module) -> None:
                 f"{argument}: {name} is {str(tensor.dtype).removeprefix('torch.')}, which meshfold "
                 "cannot train; convert the model to bfloat16, say"
             )
-
-
-def _find_factory(argument: str) -> Callable[..., Any]:
-    module_name, colon, name = argument.partition(":")
-    if not colon or not module_name or not name:
-        raise OptionError(
-            f"MODEL {argument!r}: no model; write package.module:factory or a path of a .json file"
-        )
-    with user_code(f"{argument}: importing it", remedy="correct the module"):
-        if os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())
-        try:
-            module = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            if error.name and module_name.split(".")[0] == error.name.split(".")[0]:
-                raise OptionError(
-                    f"{argument}: no module {error.name!r} here or installed; write "
-                    "package.module:factory"
-                ) from error
-            raise
-        factory = getattr(module, name, None)
-        if not callable(factory):
-            raise OptionError(
-                f"{argument}: module {module_name!r} has no function {name!r}; name one"
-            )
-        return factory  # type: ignore[no-any-return]
 
 
 def _from_configuration(

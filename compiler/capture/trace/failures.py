@@ -8,7 +8,7 @@ from typing import Protocol
 from meshfold.capture.gradients.inner import OTHER_GRADIENTS, InnerGradients
 from meshfold.capture.gradients.route import NextStepError
 from meshfold.capture.known_values.refusals import refused_number
-from meshfold.errors import CaptureError
+from meshfold.errors import CaptureError, OptionError
 from meshfold.torch_compat.fake_tensors import lacks_fake
 from meshfold.torch_compat.functional_gradients import GRADIENT_IN_VMAP
 from meshfold.torch_compat.source_lines import user_line
@@ -32,7 +32,7 @@ def explain_failure(watch: Watching) -> Iterator[None]:
     """Turn whatever goes wrong while tracing into a CaptureError with op and user line."""
     try:
         yield
-    except (CaptureError, RetraceError, NextStepError):
+    except (CaptureError, OptionError, RetraceError, NextStepError):
         raise
     except Exception as error:
         op = watch.failed or watch.gradients.asked or "the model"

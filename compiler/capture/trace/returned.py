@@ -26,7 +26,7 @@ from meshfold.capture.trace.structures import (
     is_scalar,
     structure_of,
 )
-from meshfold.errors import CaptureError
+from meshfold.errors import OptionError
 from meshfold.ir.returns import ALL, SUM, Returns
 from meshfold.torch_compat.pytree import named_contents
 
@@ -51,7 +51,7 @@ def name_outputs(returned: Any) -> dict[str, torch.Tensor]:
 
 
 def chosen_outputs(returned: Any, returns: Returns) -> Chosen:
-    """The loss and the outputs. Raises CaptureError for a path that leads to none."""
+    """The loss and the outputs. Raises OptionError for a path that leads to none."""
     named = name_outputs(returned)
     if not returns.has_loss:
         return Chosen(dict(named), replace(returns, outputs=tuple(named)), structure_of(returned))
@@ -120,11 +120,10 @@ def _loss(named: Mapping[str, torch.Tensor], returns: Returns) -> tuple[tuple[st
 def _named_loss(path: str, named: Mapping[str, torch.Tensor]) -> str:
     found = _found(path, named)
     if not is_scalar(named[found]):
-        raise CaptureError(
+        raise OptionError(
             f"loss {path!r} is a tensor of {named[found].dtype} and shape "
             f"{list(named[found].shape)}; a loss is a float without dims: name another, or pass a "
-            "loss_fn",
-            op=path,
+            "loss_fn"
         )
     return found
 
@@ -151,7 +150,7 @@ def _found(path: str, named: Mapping[str, torch.Tensor]) -> str:
     for name in (path, f"{OUTPUTS}.{path}"):
         if name in named:
             return name
-    raise CaptureError(
-        f"the model returns no tensor at {path!r}; it returns {', '.join(map(repr, named))}",
-        op=path or "the model",
+    raise OptionError(
+        f"the model returns no tensor at {path!r}; name one that it returns: "
+        f"{', '.join(map(repr, named))}"
     )

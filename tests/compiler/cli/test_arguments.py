@@ -40,7 +40,7 @@ def test_paths(text: str) -> None:
     assert FilePath().convert(text, None, None) == Path(text)
 
 
-@pytest.mark.parametrize("one", ["c.json", "mine.models:f", "mine:f"])
+@pytest.mark.parametrize("one", ["c.json", "mine.models:f", "mine:f", "mine/models.py:f"])
 def test_inputs_are_no_outputs(one: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine").mkdir()

@@ -9,7 +9,7 @@ from torch import Tensor
 from meshfold.capture.trace.loss_function import LossAndOutputs
 from meshfold.capture.trace.returned import chosen_outputs, named_total
 from meshfold.capture.trace.structures import filled_structure
-from meshfold.errors import CaptureError
+from meshfold.errors import OptionError
 from meshfold.ir.returns import ALL, Returns
 
 
@@ -71,13 +71,13 @@ def test_several_scalars_are_refused_by_path() -> None:
 @pytest.mark.parametrize(
     ("returns", "message"),
     [
-        (Returns(("los",)), "returns no tensor at 'los'; it returns 'loss', 'logits'"),
+        (Returns(("los",)), "returns no tensor at 'los'; name one that it returns: 'loss', 'log"),
         (Returns(("logits",)), r"loss 'logits' is a tensor of torch.float32 and shape \[2, 3\]; a"),
         (Returns((), ("hidden",)), "returns no tensor at 'hidden'"),
     ],
 )
 def test_paths_that_lead_nowhere_are_refused(returns: Returns, message: str) -> None:
-    with pytest.raises(CaptureError, match=message):
+    with pytest.raises(OptionError, match=message):
         chosen_outputs({"loss": scalar(1.0), "logits": LOGITS}, returns)
 
 
