@@ -52,6 +52,8 @@ class BatchReader:
         self.axis = names.index(DATA_AXIS) if DATA_AXIS in names else -1
         self.local_inputs: set[str] = set()
         """Inputs of which the last batch of the program's own size had this rank's part."""
+        self.is_smaller = False
+        """Whether the batch that is read has rows as this rank's part, and is a global one."""
         self.sharded = {name for name, layouts in _layouts(programs) if self._is_split(layouts)}
 
     def read(self, batch: Mapping[str, Any]) -> "LocalBatch":
@@ -136,17 +138,27 @@ class BatchReader:
 
     def _is_slice(self, name: str, shape: tuple[int, ...]) -> bool:
         if shape in (self.infos[name].shape, self._part(name)):
-            return shape != self.infos[name].shape
+            return shape != self.infos[name].shape and not self.is_smaller
         return name in self.local_inputs
+
+    def may_be_smaller(self, batch: Mapping[str, Any]) -> bool:
+        """Whether a batch has the shapes of slices and may be a smaller global one, of which all
+        ranks have the same rows: the last batch of the program's own size was no slice."""
+        tensors = self._tensors(batch).items()
+        shapes = {n: tuple(x.shape) for n, x in tensors if n in self.sharded}
+        parts = (shape == self._part(n) != self.infos[n].shape for n, shape in shapes.items())
+        return bool(shapes) and not self.local_inputs and all(parts)
 
     def other_shapes(self, batch: Mapping[str, Any]) -> Shapes | None:
         """Global shapes of a batch of another size than the program takes; None for one that it
         takes, or that `read` refuses. A tensor is this rank's slice if it was in the last batch of
-        the program's own size, else of the global batch."""
+        the program's own size, else of the global batch, as all are where `is_smaller`."""
         tensors = self._tensors(batch)
         if any(n not in self.infos or v.dim() != self._rank(n) for n, v in tensors.items()):
             return None
         shapes = {name: tuple(value.shape) for name, value in tensors.items()}
+        if self.is_smaller:
+            return shapes
         if all(shape in (self.infos[n].shape, self._part(n)) for n, shape in shapes.items()):
             self.local_inputs = {n for n, shape in shapes.items() if shape != self.infos[n].shape}
             return None

@@ -240,6 +240,8 @@ class CompiledModel(ShardedModel):
             with on_plain_tensors():
                 does = call + self._unlike_compiled()
             self._agreement.check_call(does, batch, self.num_forwards, self.training)
+            reader = self._form.reader
+            reader.is_smaller = reader.may_be_smaller(batch) and self._agreement.are_alike(batch)
         self._settings.check()
         form = self._calls.form(batch, call, self.training)
         if self._agreement is not None:
@@ -284,7 +286,9 @@ class CompiledModel(ShardedModel):
     def train(self, mode: bool = True) -> "CompiledModel":
         """Switch dropout on or off. Raises OptionError where the captured program cannot follow."""
         self._modes.check(mode)
-        return super().train(mode)
+        for module in self.modules():
+            module.training = mode
+        return self
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

@@ -1,7 +1,7 @@
 """Modules that refuse what would distribute them once more (DDP, FSDP, accelerate), pickle, and
 what relies on modules that a compiled program does not call."""
 
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from torch import nn
 
@@ -46,7 +46,33 @@ class OwnParallelism(nn.Module):
 
 class PartOfModel(OwnParallelism):
     """What holds the parameters of a module inside a compiled model. Raises OptionError where it is
-    called, or given hooks that would never run."""
+    called, given hooks that would never run, settings that no program reads or another mode.
+
+    mode: train (True) or eval, in which the module was when it was captured; None where it does the
+    same in both."""
+
+    mode: bool | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_setting = value is None or isinstance(value, bool | int | float | str)
+        if is_setting and name not in vars(self) and not name.startswith("_"):
+            if name not in self._parameters and name not in self._buffers:
+                raise OptionError(
+                    f"{name} of a part of a compiled model would be read by nothing, since the "
+                    "program holds it as a constant; set it before meshfold.compile"
+                )
+        super().__setattr__(name, value)
+
+    def train(self, mode: bool = True) -> Self:
+        """Raises OptionError where the module would do something else than was captured."""
+        for part in self.modules():
+            if isinstance(part, PartOfModel) and part.mode not in (None, mode):
+                raise OptionError(
+                    "a part of a compiled model has no mode of its own: the program runs it in "
+                    f"{'train' if part.mode else 'eval'} mode with the whole model; set its mode "
+                    "before meshfold.compile, which captures it"
+                )
+        return super().train(mode)
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise OptionError(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from meshfold.errors import MeshfoldError, OptionError
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.torch_compat.dtypes import dtype_name
+from meshfold.training.calls.captured_mode import depends_on_mode
 from meshfold.training.foreign_wrappers import OwnParallelism, PartOfModel
 
 M = TypeVar("M", bound=nn.Module)
@@ -122,7 +123,7 @@ def register_shards(
     named = (model.named_parameters, model.named_buffers)
     for name, _ in chain(*(tensors(remove_duplicate=False) for tensors in named)):
         first = canonical[name]
-        owner, leaf = _owner(root, name)
+        owner, leaf = _owner(root, name, model)
         if first in parameters:
             owner.register_parameter(leaf, parameters[first])
         elif first in buffers:  # frozen parameters that forward writes, too
@@ -131,17 +132,20 @@ def register_shards(
             owner.elsewhere = owner.elsewhere | {leaf}
 
 
-def _owner(root: nn.Module, name: str) -> tuple[nn.Module, str]:
+def _owner(root: nn.Module, name: str, model: nn.Module) -> tuple[nn.Module, str]:
     """The module that holds the tensor called `name`, made if needed, and its name in there."""
     *path, leaf = name.split(".")
     module = root
     for part in path:
+        model = model.get_submodule(part)
         if part not in module._modules:
             if hasattr(module, part):
                 raise MeshfoldError(
                     f"the model calls a submodule {part!r}, which is an attribute of "
                     "CompiledModel; rename it in the model"
                 )
-            module.add_module(part, PartOfModel())
+            made = PartOfModel()
+            vars(made)["mode"] = model.training if depends_on_mode(model) else None
+            module.add_module(part, made)
         module = module._modules[part]  # type: ignore[assignment]
     return module, leaf

@@ -98,6 +98,11 @@ class VerifyReport:
             moved = max((c.rounding for c in (*self.gradients, *self.parameters)), default=0.0)
             where += f", or to what rounding alone does to the model ({moved:.0e})" if moved else ""
             return f"{what} agree to {self.tolerance:.0e}{where}"
+        if not math.isfinite(self.eager_loss):
+            return (
+                f"the loss of the model in one process is {self.eager_loss}, which can be compared "
+                "with nothing; mend the model, or give example inputs of which it is finite"
+            )
         if self.collective_mismatch:
             found = self.collective_mismatch
             return f"ranks start different collectives: {found}; report it with the plan file"

@@ -16,7 +16,7 @@ class CapturedMode:
         self.is_training = model.training
         self._updates_buffers = any(region.graph.mutations for region in graph.regions)
         self._draws = any(op.target in DRAWS for r in graph.regions for op in r.graph.ops)
-        self._depends_on_mode = any(map(_depends_on_mode, model.modules()))
+        self._depends_on_mode = any(map(depends_on_mode, model.modules()))
         self._frozen = [p.name for p in graph.parameters if p.used and not p.requires_grad]
 
     def check(self, is_training: bool) -> None:
@@ -67,7 +67,7 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 _STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-def _depends_on_mode(module: nn.Module) -> bool:
+def depends_on_mode(module: nn.Module) -> bool:
     """Whether a module drops values or keeps statistics in train mode."""
     if isinstance(module, _STATISTICS):
         return True

@@ -307,6 +307,11 @@ def _first(wrong: Sequence[str]) -> str:
 
 
 def _check_bound(model: CompiledModel) -> None:
+    if not isinstance(model, CompiledModel):
+        raise OptionError(
+            f"the model is a {type(model).__name__}, which is not compiled; pass what "
+            "meshfold.compile returned"
+        )
     if model.rank_mesh is None:
         raise MeshfoldError(
             "this model holds no parameters (closed, or compiled without processes)"

@@ -41,8 +41,39 @@ def test_what_would_do_nothing_inside_of_a_compiled_model_is_refused() -> None:
     for module in (compiled, part):
         with pytest.raises(OptionError, match="apply it to the model before meshfold.compile"):
             module.apply(lambda m: None)
+    with pytest.raises(OptionError, match="in_features of a part .* set it before mesh"):
+        part.in_features = 3
     called: list[str] = []
     compiled.register_forward_hook(lambda *args: called.append("forward"))
     compiled.get_parameter("layer.weight").register_hook(lambda g: called.append("parameter"))
     compiled(x).backward()
     assert called == ["forward", "parameter"]
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        self.head = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x)).square().sum()
+
+
+def test_a_part_has_the_mode_that_was_captured() -> None:
+    x = torch.randn(4, 2)
+    compiled = meshfold.compile(Normed(), "local-cpux1", {"x": x})
+    assert not compiled.eval().get_submodule("body.1").training
+    assert compiled.train().get_submodule("body.1").training
+    for name in ("body", "body.1"):
+        with pytest.raises(OptionError, match="it in train mode .* before meshfold.compile"):
+            compiled.get_submodule(name).eval()
+    assert not compiled.get_submodule("head").eval().training, "it has but one mode"
+    frozen = Normed()
+    frozen.body.eval()
+    compiled = meshfold.compile(frozen, "local-cpux1", {"x": x}).train()
+    compiled.get_submodule("body").eval()
+    compiled.train_step({"x": x})
+    assert int(compiled.get_buffer("body.1.num_batches_tracked")) == 0
+    with pytest.raises(OptionError, match="in eval mode"):
+        compiled.get_submodule("body").train()

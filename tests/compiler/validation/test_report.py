@@ -121,3 +121,12 @@ def test_ranks_that_start_other_collectives_fail(plan: Plan) -> None:
     report = _report(plan, [_Compared(2.0, 2.0, gradients, gradients, log) for log in logs])
     assert not report.passed and report.num_collectives == 1
     assert "ranks start different collectives: as number 0 over" in report.verdict
+
+
+def test_a_loss_that_is_no_number_is_the_models() -> None:
+    report = VerifyReport(2, "tp2", float("nan"), float("nan"), (), first_divergence="the program")
+    assert not report.passed
+    assert report.verdict == (
+        "the loss of the model in one process is nan, which can be compared with nothing; mend the "
+        "model, or give example inputs of which it is finite"
+    )

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import meshfold
 from meshfold.ir.options import CompileOptions, PinValue
@@ -18,17 +18,19 @@ def errors(
     family: str, pins: Mapping[str, PinValue], sizes: Sequence[tuple[int, int]], in_parts: bool
 ) -> list[float]:
     """By (batch, sequence) the largest difference of the loss and of every gradient from one
-    process. in_parts: every rank passes its own rows alone."""
+    process. family: or "summed", whose loss is a sum. in_parts: every rank passes its own rows
+    alone."""
     options = CompileOptions(pins=pins)
     with float64_everywhere():
-        model, _ = tiny_model(family)
+        model = Summed() if family == "summed" else tiny_model(family)[0]
         cluster = f"local-cpux{dist.get_world_size()}"
         compiled = meshfold.compile(model, cluster, batch_of(*sizes[0]), options=options)
         found = []
         for size in sizes:
             batch = batch_of(*size)
             model.zero_grad()
-            expected = model(**batch).loss
+            returned = model(**batch)
+            expected = getattr(returned, "loss", returned)
             expected.backward()
             compiled.zero_grad()
             if in_parts:
@@ -48,6 +50,19 @@ def errors(
                 worst = max(worst, float((local_tensor(parameter.grad) - mine).abs().max()))
             found.append(worst)
     return found
+
+
+class Summed(nn.Module):
+    """A batch whose rows are counted twice has twice the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 4)
+        self.head = nn.Linear(4, 32)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.embed(input_ids))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
 def stored_layouts(compiled: meshfold.CompiledModel) -> Mapping[str, tuple[object, ...]]:

@@ -71,6 +71,17 @@ def test_microbatches_must_divide_it() -> None:
         compiled.train_step(odd)
 
 
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_a_batch_that_has_the_rows_of_a_slice(pools: Pools, in_parts: bool) -> None:
+    """A smaller global batch, and those after it, are no slices of a larger one, which differ."""
+    sizes = [(8, 2), (4, 2), (6, 2), (8, 2), (4, 2), (2, 2)]
+    pins = {"dp": 2, "tp": 1}
+    args = ("support.processes.batch_sizes:errors", "summed", pins, sizes, in_parts)
+    for of_rank in pools.run(2, *args):
+        assert max(of_rank) < 1e-12
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_what_data_parallel_ranks_divide_is_run_right(pools: Pools) -> None:

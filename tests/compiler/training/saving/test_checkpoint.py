@@ -22,7 +22,7 @@ from support.programs.local_programs import stack_model
 
 import meshfold
 from meshfold.checkpoint_files.folder import CHECKSUMS
-from meshfold.errors import MeshfoldError
+from meshfold.errors import MeshfoldError, OptionError
 
 POOLED = "support.processes.checkpoint"
 
@@ -212,3 +212,12 @@ def test_a_model_without_parameters_has_no_checkpoint(tmp_path: Path) -> None:
     for work in (meshfold.save_checkpoint, meshfold.load_checkpoint):
         with pytest.raises(MeshfoldError, match="this model holds no parameters"):
             work(tmp_path / "x", closed)
+
+
+def test_a_model_that_is_not_compiled_is_refused(tmp_path: Path) -> None:
+    model: Any = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    for call in (meshfold.save_checkpoint, meshfold.load_checkpoint):
+        with pytest.raises(OptionError, match="is a Linear, which is not compiled; pass what mesh"):
+            call(tmp_path / "saved", model, optimizer)
+    assert not any(tmp_path.iterdir())
