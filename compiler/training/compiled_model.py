@@ -285,6 +285,8 @@ class CompiledModel(ShardedModel):
 
     def train(self, mode: bool = True) -> "CompiledModel":
         """Switch dropout on or off. Raises OptionError where the captured program cannot follow."""
+        if not isinstance(mode, bool):
+            raise OptionError(f"mode {mode!r}: neither train nor eval; write True or False")
         self._modes.check(mode)
         for module in self.modules():
             module.training = mode

@@ -65,6 +65,8 @@ def test_a_part_has_the_mode_that_was_captured() -> None:
     compiled = meshfold.compile(Normed(), "local-cpux1", {"x": x})
     assert not compiled.eval().get_submodule("body.1").training
     assert compiled.train().get_submodule("body.1").training
+    with pytest.raises(OptionError, match="mode 'eval': neither train nor eval; write True or F"):
+        compiled.train("eval")  # type: ignore[arg-type]
     for name in ("body", "body.1"):
         with pytest.raises(OptionError, match="it in train mode .* before meshfold.compile"):
             compiled.get_submodule(name).eval()
